@@ -1,0 +1,1 @@
+"""Which recipe: enumerate, check by rules, estimate, fit, rank, explain; rejected ones included."""

@@ -1,0 +1,216 @@
+"""The recipe: every key a person can write, its type, its default and one line of help.
+
+`auto` means "shardwise chooses"; the planner replaces every `auto` by a value before a run starts, and the
+run folder keeps that resolved copy.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+AUTO: Literal["auto"] = "auto"
+Auto = Literal["auto"]
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+
+
+class Section(BaseModel):
+    """Frozen; strict about types ("8" is not a number, "false" no boolean); no unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def _help(text: str, default: Any = ..., **constraints: Any) -> Any:
+    return Field(default, description=text, **constraints)
+
+
+class Model(Section):
+    source: str = _help("a local folder or a hub id", min_length=1)
+    revision: str | None = _help("hub revision (branch, tag or commit)", None)
+    trust_remote_code: bool = _help("run Python code that the model folder brings along", False)
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"] = _help(
+        "attention implementation; auto: the best one installed for the device", AUTO
+    )
+    chat_template: str | None = _help("a Jinja file that replaces the model's own chat template", None)
+
+
+class Source(Section):
+    path: str = _help("a file, folder, glob or hub dataset id", min_length=1)
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "preference", "text"] = (
+        _help("how rows are read; auto: recognised by their fields and said aloud", AUTO)
+    )
+    weight: PositiveFloat = _help("how often this source is drawn per epoch: 0.5 half of it, 2 twice", 1.0)
+
+
+class Data(Section):
+    train: tuple[Source, ...] = _help("where the training rows are", strict=False, min_length=1)
+    validation: (
+        tuple[Source, ...] | Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)] | Auto
+    ) = _help(
+        "held-out rows: a source, a count (integer), a share (0.05) of the training rows, 0 for none; "
+        "auto: 5 %, at most 200 rows, none below 20 rows",
+        AUTO,
+    )
+    sequence_length: PositiveInt | Auto = _help(
+        "tokens in one packed sequence; auto: fits the longest rows, at most what the model was built for",
+        AUTO,
+    )
+    packing: bool = _help("put several rows into one sequence; attention never crosses rows", True)
+    train_on: Literal["assistant", "all"] = _help("which turns of a chat carry a label", "assistant")
+    overlong: Literal["truncate", "drop", "refuse"] = _help("rows longer than sequence_length", "truncate")
+
+
+class Lora(Section):
+    rank: PositiveInt = _help("rank of the low-rank update", 16)
+    alpha: PositiveFloat = _help("scale: the update is multiplied by alpha / rank", 32.0)
+    dropout: float = _help("dropout before the adapter", 0.0, ge=0, lt=1)
+    targets: Literal["all-linear", "attention"] | tuple[str, ...] = _help(
+        "which linear layers get an adapter: all-linear, attention, or a list of layer names", "all-linear"
+    )
+    rslora: bool = _help("scale by alpha / sqrt(rank) instead", False)
+    dora: bool = _help("weight-decomposed adapters (DoRA)", False)
+
+
+class Quantization(Section):
+    """Only read with `method: qlora`."""
+
+    type: Literal["nf4", "fp4"] = _help("4-bit data type of the frozen base", "nf4")
+    double_quantization: bool = _help("quantise the quantisation constants too", True)
+
+
+class Optimizer(Section):
+    name: Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "sgd", "adafactor", "muon"] = _help(
+        "update rule", "adamw"
+    )
+    learning_rate: PositiveFloat | Auto = _help("peak; auto: 2e-4 for adapters, 1e-5 for full", AUTO)
+    weight_decay: float = _help("decoupled; never on norms and biases", 0.0, ge=0)
+    betas: tuple[float, float] = _help("Adam's decay rates", (0.9, 0.999), strict=False)
+    eps: PositiveFloat = _help("Adam's denominator term", 1e-8)
+    momentum: float = _help("of sgd and muon", 0.9, ge=0, lt=1)
+    max_grad_norm: PositiveFloat | None = _help("clip the global gradient norm to this; null: never", 1.0)
+    master_weights: bool = _help("keep fp32 copies of trained bf16 weights", True)
+
+
+class Schedule(Section):
+    name: Literal["cosine", "linear", "constant"] = _help("shape of the learning rate after warmup", "cosine")
+    warmup: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, le=1)] = _help(
+        "steps (integer) or share of all steps (with a decimal point)", 0.03
+    )
+    final_ratio: float = _help("learning rate at the last step, as a share of the peak", 0.0, ge=0, le=1)
+
+
+class Training(Section):
+    epochs: PositiveFloat | None = _help("passes over the data; null when max_steps is given", None)
+    max_steps: PositiveInt | None = _help("optimizer steps; null when epochs is given", None)
+    global_batch_size: PositiveInt | Auto = _help("sequences per optimizer step, all GPUs", AUTO)
+    micro_batch_size: PositiveInt | Auto = _help("sequences one GPU puts through one forward", AUTO)
+    precision: Literal["auto", "bf16", "fp32"] = _help("auto: bf16 where the device has it and it pays", AUTO)
+    activation_checkpointing: Literal["auto", "none", "selective", "full"] = _help(
+        "recompute activations in the backward pass to save memory", AUTO
+    )
+    loss: Literal["auto", "chunked", "full"] = _help("chunked: logits of a few tokens at a time", AUTO)
+    compile: bool = _help("torch.compile, one region per layer", False)
+    seed: NonNegativeInt = _help("of row order, adapters and dropout", 0)
+
+    @model_validator(mode="after")
+    def _one_length(self) -> "Training":
+        if self.epochs is not None and self.max_steps is not None:
+            raise ValueError(
+                "epochs and max_steps are both given; the run can have only one length: delete one"
+            )
+        return self
+
+
+class Fsdp2(Section):
+    dp_replicate: PositiveInt = _help("replicas of the sharded group (HSDP); 1: shard over all ranks", 1)
+    reshard_after_forward: bool = _help("free gathered parameters between forward and backward", True)
+    cpu_offload: bool = _help("keep shards, gradients and optimizer states in host memory", False)
+
+
+class DeepSpeed(Section):
+    zero_stage: Literal[1, 2, 3] = _help("1: shard optimizer states, 2: gradients too, 3: parameters too", 2)
+    offload_optimizer: Literal["none", "cpu", "nvme"] = _help("where optimizer states live", "none")
+    offload_parameters: Literal["none", "cpu", "nvme"] = _help("where parameters live (stage 3)", "none")
+    nvme_path: str | None = _help("folder on the NVMe disk for swapped states", None)
+    reduce_bucket_size: PositiveInt | Auto = _help("elements per gradient reduction", AUTO)
+    allgather_bucket_size: PositiveInt | Auto = _help("elements per parameter gather (stages 1, 2)", AUTO)
+    prefetch_bucket_size: NonNegativeInt | Auto = _help("elements fetched ahead (stage 3)", AUTO)
+    param_persistence_threshold: NonNegativeInt | Auto = _help(
+        "smaller parameters stay whole (stage 3)", AUTO
+    )
+    max_live_parameters: PositiveInt | Auto = _help("elements kept gathered (stage 3)", AUTO)
+
+
+class Engine(Section):
+    name: Literal["auto", "single", "ddp", "fsdp2", "deepspeed"] = _help("what runs the step", AUTO)
+    device: Literal["auto", "cpu", "cuda", "mps"] = _help("where tensors live", AUTO)
+    processes: PositiveInt | Auto = _help("ranks on this machine; auto: one per GPU", AUTO)
+    fsdp2: Fsdp2 = _help("read when name is fsdp2", Fsdp2())
+    deepspeed: DeepSpeed = _help("read when name is deepspeed", DeepSpeed())
+
+
+class Evaluation(Section):
+    every_steps: NonNegativeInt | Auto = _help(
+        "held-out loss every so many steps; 0: only at both ends", AUTO
+    )
+    samples: NonNegativeInt = _help("held-out prompts answered before and after training", 0)
+    max_new_tokens: PositiveInt = _help("length limit of a sample answer", 64)
+
+
+class Checkpoint(Section):
+    every_steps: NonNegativeInt | Auto = _help("save every so many steps; 0: only at the end", AUTO)
+    keep: PositiveInt = _help("how many checkpoints stay on disk", 2)
+
+
+class Run(Section):
+    folder: str = _help("where run folders are made", "runs")
+    name: str | None = _help("name of the run folder; null: made from model, method and time", None)
+
+
+class Recipe(Section):
+    """One training run, completely described."""
+
+    model: Model = _help("which model")
+    data: Data = _help("which rows, and how they become tokens")
+    method: Literal["full", "lora", "qlora"] = _help("what is trained", "lora")
+    lora: Lora = _help("read by lora and qlora", Lora())
+    quantization: Quantization = _help("read by qlora", Quantization())
+    optimizer: Optimizer = _help("update rule", Optimizer())
+    schedule: Schedule = _help("learning rate over the steps", Schedule())
+    training: Training = _help("length, batch, precision", Training())
+    engine: Engine = _help("device, ranks, sharding, offload", Engine())
+    evaluation: Evaluation = _help("held-out loss and sample answers", Evaluation())
+    checkpoint: Checkpoint = _help("what is saved when", Checkpoint())
+    run: Run = _help("where the run leaves its files", Run())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_forms(cls, value: Any) -> Any:
+        """`model: NAME`, `data: FILE` and `engine: NAME` stand for the section with that one key."""
+        if not isinstance(value, dict):
+            return value
+        value = dict(value)
+        for section, key in (("model", "source"), ("data", "train"), ("engine", "name")):
+            if isinstance(value.get(section), str):
+                value[section] = {key: value[section]}
+        if isinstance(value.get("data"), list):
+            value["data"] = {"train": value["data"]}
+        if isinstance(value.get("data"), dict):
+            data = value["data"] = dict(value["data"])
+            for key in ("train", "validation"):
+                if key in data and (key == "train" or data[key] != AUTO):
+                    data[key] = _sources(data[key])
+        return value
+
+
+def _sources(value: Any) -> Any:
+    """A path, a mapping or a list of either -> a tuple of mappings; numbers pass through."""
+    if isinstance(value, str):
+        return ({"path": value},)
+    if isinstance(value, dict):
+        return (value,)
+    if isinstance(value, list | tuple):
+        return tuple({"path": item} if isinstance(item, str) else item for item in value)
+    return value
