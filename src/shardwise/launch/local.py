@@ -1,0 +1,289 @@
+"""Ranks on this machine: start them, watch them, and leave none behind.
+
+The launcher is the process of the command line. It lives to see how each rank ends, which a rank killed for
+want of memory cannot tell by itself.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from shardwise.errors import UsageError
+from shardwise.launch.memory import kernel_kills, resident_bytes
+from shardwise.launch.ports import choose_port
+from shardwise.launch.terminal import Channel, open_channel
+from shardwise.units import format_bytes
+
+INTERRUPTED = 75  # exit code of a rank that stopped on request with its state saved
+SETTLE_SECONDS = 1.5  # after a death: time in which the others' own deaths and last words are gathered
+POLL_SECONDS = 0.05
+TAIL_LINES = 20
+GUARD = Path(__file__).with_name("guard.py")
+
+# What a rank says when a peer is gone: a consequence, never named as the cause while there is another one.
+ECHOES = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "Timed out waiting",
+    "remote process exited",
+    "ProcessGroupNCCL's watchdog",
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How the rank that brought a run down ended. `reason` is one line; `tail` the last lines of its log."""
+
+    rank: int
+    reason: str
+    exit_code: int | None
+    signal: str | None
+    out_of_memory: bool
+    log: Path
+    tail: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`exit_code`: 0 done, 1 failed, 2 refused before it started, 75 stopped on request with state saved."""
+
+    exit_code: int
+    failure: Failure | None
+    peak_resident_bytes: tuple[int, ...]  # per rank, sampled
+
+
+@dataclass
+class _Rank:
+    number: int
+    process: subprocess.Popen[bytes]
+    log_path: Path
+    channel: Channel
+    peak_resident_bytes: int = 0
+    ended_at: float | None = None
+
+
+@dataclass
+class _Watch:
+    """State of one run as its launcher sees it."""
+
+    ranks: list[_Rank]
+    stops_asked: int = 0
+    killed_by_us: set[int] = field(default_factory=set)
+
+    def alive(self) -> list[_Rank]:
+        return [r for r in self.ranks if r.ended_at is None]
+
+    def send(self, number: int) -> None:
+        for rank in self.alive():
+            with suppress(ProcessLookupError):
+                rank.process.send_signal(number)
+
+    def kill(self) -> None:
+        """End every rank and whatever it started, at once."""
+        for rank in self.ranks:
+            if rank.ended_at is None:
+                self.killed_by_us.add(rank.number)
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(rank.process.pid, signal.SIGKILL)
+
+
+def start(
+    command: Sequence[str],
+    processes: int,
+    logs: Path,
+    environment: Mapping[str, str] | None = None,
+    output: IO[bytes] | None = None,
+) -> Outcome:
+    """Run `command` as `processes` ranks and wait for their end.
+
+    Each rank gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun
+    sets them, a process group of its own, and `logs`/rank-N.log. What rank 0 writes is also copied to `output`
+    (standard error when None), through a pseudo-terminal when that is one. SIGINT and SIGTERM are passed on
+    once, so that the ranks can save and stop; a second one ends them at once. When one rank dies, the others
+    are ended within seconds. No rank survives the launcher (on Linux, not even its `kill -9`).
+
+    Raises UsageError when the environment fixes MASTER_PORT to a port that is in use.
+    """
+    if processes < 1:
+        raise UsageError(f"processes: {processes}", "a run has at least one rank", "use engine.processes: 1")
+    logs.mkdir(parents=True, exist_ok=True)
+    given = {**os.environ, **(environment or {})}
+    port = choose_port(given.get("MASTER_PORT"))
+    kills_before = kernel_kills()
+    watch = _Watch([])
+    previous = _install(watch)
+    try:
+        for number in range(processes):
+            ours = _environment(given, number, processes, port)
+            watch.ranks.append(_spawn(command, number, logs, ours, output))
+        _wait(watch)
+    finally:
+        watch.kill()
+        for rank in watch.ranks:
+            rank.process.wait()
+            rank.channel.close()
+        _restore(previous)
+    return _outcome(watch, kills_before)
+
+
+def _environment(given: Mapping[str, str], number: int, processes: int, port: int) -> dict[str, str]:
+    ours = {
+        "RANK": str(number),
+        "WORLD_SIZE": str(processes),
+        "LOCAL_RANK": str(number),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "PYTHONUNBUFFERED": "1",
+    }
+    if processes > 1:  # one thread pool per rank over all cores would only fight
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        ours["OMP_NUM_THREADS"] = given.get("OMP_NUM_THREADS") or str(max(1, cores // processes))
+        # gloo asks for the host's own name otherwise, which need not resolve, and would listen to the network
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        ours["GLOO_SOCKET_IFNAME"] = given.get("GLOO_SOCKET_IFNAME") or loopback
+    return {**given, **ours}
+
+
+def _spawn(
+    command: Sequence[str], number: int, logs: Path, environment: dict[str, str], output: IO[bytes] | None
+) -> _Rank:
+    log_path = logs / f"rank-{number}.log"
+    channel = open_channel(log_path, echo=number == 0, output=output)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), *command],
+            stdin=subprocess.DEVNULL,
+            stdout=channel.write_end,
+            stderr=channel.write_end,
+            env=environment,
+            start_new_session=True,  # a process group to end, and Ctrl-C reaches the launcher alone
+        )
+    except BaseException:
+        channel.close()
+        raise
+    channel.started()
+    return _Rank(number, process, log_path, channel)
+
+
+def _install(watch: _Watch) -> dict[int, object]:
+    """Take SIGINT and SIGTERM; returns what stood there before."""
+
+    def on_signal(number: int, _: FrameType | None) -> None:
+        watch.stops_asked += 1
+        if watch.stops_asked == 1:
+            watch.send(number)
+        else:
+            watch.kill()
+
+    previous: dict[int, object] = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with suppress(ValueError):  # not the main thread: whoever owns it handles signals
+            previous[number] = signal.signal(number, on_signal)
+    return previous
+
+
+def _restore(previous: Mapping[int, object]) -> None:
+    for number, handler in previous.items():
+        signal.signal(number, handler)  # type: ignore[arg-type]
+
+
+def _wait(watch: _Watch) -> None:
+    """Until every rank has ended; a rank's failure gives the others SETTLE_SECONDS."""
+    end_at = float("inf")
+    next_sample = 0.0
+    while watch.alive():
+        for rank in watch.alive():
+            rank.channel.pump(POLL_SECONDS if rank.number == 0 else 0.0)
+        if not any(rank.number == 0 for rank in watch.alive()):
+            time.sleep(POLL_SECONDS)
+        now = time.monotonic()
+        sample = now >= next_sample
+        for rank in watch.alive():
+            if sample:
+                held = resident_bytes(rank.process.pid)
+                rank.peak_resident_bytes = max(rank.peak_resident_bytes, held)
+            code = rank.process.poll()
+            if code is None:
+                continue
+            rank.ended_at = now
+            rank.channel.pump(0.0)
+            if code not in (0, INTERRUPTED):
+                end_at = min(end_at, now + SETTLE_SECONDS)
+        if sample:
+            next_sample = now + 0.5
+        if now >= end_at:
+            watch.kill()
+
+
+def _outcome(watch: _Watch, kills_before: int) -> Outcome:
+    peaks = tuple(r.peak_resident_bytes for r in watch.ranks)
+    failed = [
+        r
+        for r in watch.ranks
+        if r.process.returncode not in (0, INTERRUPTED) and r.number not in watch.killed_by_us
+    ]
+    if not failed and watch.killed_by_us:
+        rank = watch.ranks[min(watch.killed_by_us)]
+        reason = "ended at once on a second request to stop; nothing was saved by it"
+        return Outcome(1, Failure(rank.number, reason, None, "SIGKILL", False, rank.log_path, ()), peaks)
+    if not failed:
+        codes = {r.process.returncode for r in watch.ranks}
+        return Outcome(INTERRUPTED if INTERRUPTED in codes else 0, None, peaks)
+    failure = _describe(min(failed, key=_guilt), kernel_kills() > kills_before, peaks)
+    # 2 means that nothing was started: only when every rank that spoke for itself says so
+    refused = all(r.process.returncode == 2 for r in failed)
+    return Outcome(2 if refused else 1, failure, peaks)
+
+
+def _guilt(rank: _Rank) -> tuple[bool, bool, float, int]:
+    """Sorts the cause of a failure before its consequences."""
+    text = "\n".join(_tail(rank.log_path))
+    killed = rank.process.returncode < 0
+    echo = not killed and any(e in text for e in ECHOES)
+    return echo, not killed, rank.ended_at or float("inf"), rank.number
+
+
+def _describe(rank: _Rank, kernel_killed: bool, peaks: tuple[int, ...]) -> Failure:
+    code = rank.process.returncode
+    tail = tuple(_tail(rank.log_path))
+    held = f"it held {format_bytes(peaks[rank.number])} when last seen" if peaks[rank.number] else ""
+    if code >= 0:
+        said = next((line for line in reversed(tail) if line.startswith("error:")), tail[-1] if tail else "")
+        reason = f"rank {rank.number} ended with exit code {code}" + (f": {said.strip()}" if said else "")
+        oom = "OutOfMemoryError" in "\n".join(tail) or "can't allocate memory" in "\n".join(tail)
+        return Failure(rank.number, reason, code, None, oom, rank.log_path, tail)
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    oom = code == -signal.SIGKILL and kernel_killed
+    if oom:
+        reason = f"rank {rank.number} was killed by the kernel because the machine ran out of memory"
+    else:
+        reason = f"rank {rank.number} was killed by {name}"
+    reason += f" ({held})" if held else ""
+    return Failure(rank.number, reason, None, name, oom, rank.log_path, tail)
+
+
+def _tail(log: Path) -> list[str]:
+    """The last lines of a log; progress bars leave only their last state."""
+    try:
+        with log.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - 64 * 1024))
+            text = file.read().decode("utf-8", "replace")
+    except OSError:
+        return []
+    lines = [line.rsplit("\r", 1)[-1] for line in text.replace("\r\n", "\n").split("\n")]
+    return [line for line in lines if line.strip()][-TAIL_LINES:]
