@@ -1,0 +1,288 @@
+"""A log of storages: when each was born, how large it was, when it died.
+
+One recorder serves three readers: the meter of a real run on the CPU (where torch keeps no allocator
+statistics), the trace of a recipe on fake tensors, and the recorder of symbolic tapes. Storages are counted
+once however many tensors view them, and only while something holds them.
+
+Not seen: scratch memory inside one kernel (it is never a tensor), and what was alive before the log was
+entered unless it is named with `classify`.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.cpu
+from torch._guards import active_fake_mode
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+# What a storage is called when nobody says what it is, by the phase it was born in.
+TERM_OF_PHASE = {
+    "load": "engine",
+    "forward": "activations",
+    "loss": "loss",
+    "backward": "temporaries",
+    "step": "temporaries",
+    "evaluation": "activations",
+    "save": "temporaries",
+}
+
+ALLOCATE, FREE, PHASE = "a", "f", "p"
+# (ALLOCATE, storage, bytes, stream) | (FREE, storage) | (PHASE, name)
+Event = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The moment of a phase at which most bytes were alive, and what they were, by term."""
+
+    bytes: int
+    terms: dict[str, int]
+
+
+@dataclass
+class Birth:
+    """What is known about one storage. `term` may be set late; it holds for the whole life."""
+
+    bytes: int
+    phase: str
+    op: str
+    term: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.term or TERM_OF_PHASE.get(self.phase, "temporaries")
+
+
+@dataclass
+class _Live:
+    bytes: dict[int, int] = field(default_factory=dict)
+    total: int = 0
+
+
+class StorageLog(TorchDispatchMode):
+    """Records storages while it is entered.
+
+    `device`: only storages of this device type count ("cpu", "cuda", "gpu"); None: all but meta.
+    `round_to`: every storage is rounded up to a multiple of this many bytes; 512 as CUDA's allocator does.
+
+    Set the phase with `enter`, say what long-lived tensors are with `classify`, and read `peaks` (per phase)
+    and `peak`. A long run calls `fold` at the end of every step, so that the log does not grow.
+    """
+
+    def __init__(self, device: str | None = None, round_to: int = 1) -> None:
+        super().__init__()
+        self.device, self.round_to = device, round_to
+        self.events: list[Event] = []
+        self.births: dict[int, Birth] = {}
+        self.phase = "load"
+        self.events.append((PHASE, "load"))
+        self._ids: dict[int, int] = {}  # address of a live storage -> its number
+        self._watch: dict[int, weakref.ref[Any]] = {}
+        self._streams: dict[int, int] = {}
+        self._op = "given"
+        self._count = 0
+        self._live = _Live()
+        self._folded: dict[str, Peak] = {}
+        self._resize: Callable[..., Any] | None = None
+        self._fake: Any = None
+
+    # What the user of the log says
+
+    def enter(self, phase: str) -> None:
+        """The step goes on to this phase (one of estimate.memory.terms.PHASES)."""
+        self.phase = phase
+        self.events.append((PHASE, phase))
+
+    def classify(self, tensors: Iterable[torch.Tensor | None], term: str) -> None:
+        """These tensors' storages are `term` from birth to death; storages not yet seen are born now."""
+        for tensor in tensors:
+            if tensor is not None:
+                self._see(tensor, term)
+
+    # What the log answers
+
+    def fold(self) -> None:
+        """Take the events so far into the peaks and forget them."""
+        peaks, self._live = replay(self.events, self.births, self._live)
+        for phase, peak in peaks.items():
+            if phase not in self._folded or peak.bytes > self._folded[phase].bytes:
+                self._folded[phase] = peak
+        self.events = [(PHASE, self.phase)]
+        alive = self._live.bytes
+        self.births = {n: b for n, b in self.births.items() if n in alive or n in self._watch}
+
+    def peaks(self) -> dict[str, Peak]:
+        """The largest moment of every phase since the log was entered or `restart`ed."""
+        self.fold()
+        return dict(self._folded)
+
+    def peak(self) -> Peak:
+        """The largest moment of all phases."""
+        return max(self.peaks().values(), key=lambda p: p.bytes, default=Peak(0, {}))
+
+    def live(self) -> Peak:
+        """What is alive now."""
+        self.fold()
+        return Peak(self._live.total, _by_term(self._live.bytes, self.births))
+
+    def restart(self) -> None:
+        """Forget the peaks, keep what is alive."""
+        self.fold()
+        self._folded = {}
+
+    # How it sees
+
+    def __enter__(self) -> "StorageLog":
+        self._fake = active_fake_mode()
+        self._resize = original = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = original(storage, size)
+            number = self._ids.get(storage._cdata)
+            if number is not None and self.births[number].bytes != self._rounded(storage.nbytes()):
+                self._set_size(number, storage.nbytes())
+            return result
+
+        torch.UntypedStorage.resize_ = resize_  # FSDP frees by resizing to 0
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(t is DTensor for t in types):
+            return (
+                NotImplemented  # DTensor turns it into operations on its local tensors, which come back here
+            )
+        result = self.call(func, args, kwargs or {})
+        if active_fake_mode() is self._fake:  # shape propagation runs operations under a fake mode of its own
+            self._op = str(func)
+            for tensor in _tensors(result):
+                self._see(tensor, None)
+        return result
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run one operation. Traces on fake tensors override this to answer what a fake cannot."""
+        return func(*args, **kwargs)
+
+    def _see(self, tensor: torch.Tensor, term: str | None) -> None:
+        if tensor.device.type == "meta" or (self.device and tensor.device.type != self.device):
+            return
+        for storage in _storages(tensor):
+            key = storage._cdata
+            number = self._ids.get(key)
+            if number is None:
+                number = self._born(storage, key, term)
+            elif self.births[number].bytes != self._rounded(storage.nbytes()):
+                self._set_size(number, storage.nbytes())
+            if term is not None:
+                self.births[number].term = term
+
+    def _born(self, storage: torch.UntypedStorage, key: int, term: str | None) -> int:
+        self._count += 1
+        number, size = self._count, self._rounded(storage.nbytes())
+        self._ids[key] = number
+        self.births[number] = Birth(size, self.phase, self._op, term)
+        if size:
+            self.events.append((ALLOCATE, number, size, self._stream()))
+
+        def died(_: Any) -> None:
+            if self._ids.get(key) == number:
+                del self._ids[key]
+            self._watch.pop(number, None)
+            if self.births[number].bytes:
+                self.events.append((FREE, number))
+
+        self._watch[number] = weakref.ref(storage, died)
+        return number
+
+    def _set_size(self, number: int, size: int) -> None:
+        birth = self.births[number]
+        if birth.bytes:
+            self.events.append((FREE, number))
+        birth.bytes = self._rounded(size)
+        if birth.bytes:
+            self.events.append((ALLOCATE, number, birth.bytes, self._stream()))
+
+    def _rounded(self, size: int) -> int:
+        return -(-size // self.round_to) * self.round_to
+
+    def _stream(self) -> int:
+        """0 for the default stream, else a number per stream that was made current."""
+        stream = torch.cpu._current_stream
+        if stream is torch.cpu._default_cpu_stream:
+            return 0
+        return self._streams.setdefault(id(stream), len(self._streams) + 1)
+
+
+def replay(
+    events: Iterable[Event], births: dict[int, Birth], start: _Live | None = None
+) -> tuple[dict[str, Peak], _Live]:
+    """Events -> (peak per phase, what is alive at the end).
+
+    A phase's peak counts what was alive when the phase began.
+    """
+    live = dict(start.bytes) if start else {}
+    total = start.total if start else 0
+    phase = "load"
+    best: dict[str, Peak] = {}
+    highest: dict[str, int] = {}
+    events = list(events)
+    # First pass: the height of each phase's peak; second pass: who was there.
+    for event in events:
+        if event[0] == ALLOCATE:
+            live[event[1]] = event[2]
+            total += event[2]
+        elif event[0] == FREE:
+            total -= live.pop(event[1], 0)
+        else:
+            phase = event[1]
+        if total > highest.get(phase, -1):
+            highest[phase] = total
+    end = _Live(live, total)
+    live = dict(start.bytes) if start else {}
+    total, now = (start.total if start else 0), "load"
+    for event in events:
+        if event[0] == ALLOCATE:
+            live[event[1]] = event[2]
+            total += event[2]
+        elif event[0] == FREE:
+            total -= live.pop(event[1], 0)
+        else:
+            now = event[1]
+        if now not in best and total == highest[now]:
+            best[now] = Peak(total, _by_term(live, births))
+    return best, end
+
+
+def _by_term(live: dict[int, int], births: dict[int, Birth]) -> dict[str, int]:
+    terms: dict[str, int] = {}
+    for number, size in live.items():
+        name = births[number].name
+        terms[name] = terms.get(name, 0) + size
+    return terms
+
+
+def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+    """The storages under a tensor: one, or those of a wrapper's parts (DTensor, quantised tensors)."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            part = getattr(tensor, name)
+            if isinstance(part, torch.Tensor):
+                yield from _storages(part)
+    else:
+        yield tensor.untyped_storage()
+
+
+def _tensors(result: Any) -> Iterator[torch.Tensor]:
+    if isinstance(result, torch.Tensor):
+        yield result
+    elif isinstance(result, list | tuple):
+        for item in result:
+            yield from _tensors(item)
