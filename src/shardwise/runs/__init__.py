@@ -2,3 +2,50 @@
 
 Answers: what happened? Must not know: how training works.
 """
+
+from shardwise.runs.folder import CheckpointFolder, RunFolder, create_run, is_run, list_runs, open_run
+from shardwise.runs.records import (
+    EVENTS,
+    Checkpoint,
+    End,
+    Estimated,
+    Evaluation,
+    Event,
+    Measured,
+    Resume,
+    Sample,
+    SamplePair,
+    Start,
+    State,
+    Status,
+    Step,
+    Summary,
+    Term,
+    Warned,
+)
+
+__all__ = [
+    "EVENTS",
+    "Checkpoint",
+    "CheckpointFolder",
+    "End",
+    "Estimated",
+    "Evaluation",
+    "Event",
+    "Measured",
+    "Resume",
+    "RunFolder",
+    "Sample",
+    "SamplePair",
+    "Start",
+    "State",
+    "Status",
+    "Step",
+    "Summary",
+    "Term",
+    "Warned",
+    "create_run",
+    "is_run",
+    "list_runs",
+    "open_run",
+]
