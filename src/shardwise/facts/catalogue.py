@@ -1,0 +1,34 @@
+"""Shapes of well-known public models, so that planning needs no network (models.json)."""
+
+import json
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from shardwise.facts.model import ModelShape, shape_from_config
+
+
+@cache
+def _records() -> dict[str, dict[str, Any]]:
+    """Every known id, lower case -> its record: {"id", "config", "source"}."""
+    text = files("shardwise.facts").joinpath("models.json").read_text(encoding="utf-8")
+    found: dict[str, dict[str, Any]] = {}
+    for name, record in json.loads(text).items():
+        for each in (name, *record["also"]):
+            found[each.casefold()] = {"id": each, **record}
+    return found
+
+
+def known_models() -> list[str]:
+    """Hub ids of the catalogue."""
+    return [record["id"] for record in _records().values()]
+
+
+def catalogue_shape(name: str) -> ModelShape | None:
+    """The shape of a known hub id, in any case, or of its last part alone; None when it is not known."""
+    records = _records()
+    record = records.get(name.casefold())
+    if record is None and "/" not in name:
+        found = [r for key, r in records.items() if key.rsplit("/", 1)[-1] == name.casefold()]
+        record = found[0] if found else None
+    return None if record is None else shape_from_config(record["config"], record["id"])
