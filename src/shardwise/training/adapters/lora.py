@@ -1,0 +1,63 @@
+"""LoRA adapters on a model's linear layers."""
+
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+
+from shardwise.errors import RecipeError, nearest
+from shardwise.recipe.schema import Lora
+from shardwise.training.optimizers import is_matrix
+
+# Projections of attention blocks, over the families transformers knows.
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "out_proj", "dense", "query_key_value", "c_attn")
+
+
+def adapt(model: nn.Module, lora: Lora, seed: int) -> PeftModel:
+    """Freeze `model` and put adapters on it, in the base's dtype, the same for the same seed.
+
+    Raises RecipeError when `lora.targets` names no layer of this model.
+    """
+    import torch
+
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=_targets(model, lora),
+        use_rslora=lora.rslora,
+        use_dora=lora.dora,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        # Adapters stay in the base's dtype; their fp32 masters live in the optimizer.
+        return get_peft_model(model, config, autocast_adapter_dtype=False)  # type: ignore[arg-type,return-value]
+
+
+def _targets(model: nn.Module, lora: Lora) -> list[str]:
+    """Full names of the layers to adapt. Vision towers and output heads are left alone."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    linear = {
+        name
+        for name, module in model.named_modules()
+        if is_matrix(module) and module is not head and not _is_tower(name)
+    }
+    wanted = lora.targets
+    if wanted == "all-linear":
+        return sorted(linear)
+    suffixes = ATTENTION if wanted == "attention" else tuple(wanted)
+    chosen = sorted(n for n in linear if any(n == s or n.endswith("." + s) for s in suffixes))
+    known = sorted({n.rsplit(".", 1)[-1] for n in linear})
+    missing = [s for s in suffixes if not any(n == s or n.endswith("." + s) for n in linear)]
+    if not chosen or (wanted != "attention" and missing):
+        close = nearest(str(missing[0]), known) if missing else []
+        raise RecipeError(
+            f"lora.targets: no linear layer is called {', '.join(map(repr, missing))}",
+            f"this model's linear layers are: {', '.join(known)}",
+            f"did you mean {close[0]}?" if close else "use lora.targets: all-linear",
+        )
+    return chosen
+
+
+def _is_tower(name: str) -> bool:
+    return any(part in name for part in ("vision_tower", "vision_model", "visual.", "audio_tower"))

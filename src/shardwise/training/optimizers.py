@@ -1,0 +1,211 @@
+"""Update rules over named parameters: decay groups, fp32 masters, clipping by the global norm.
+
+Memory, bytes per trained parameter with AdamW: bf16 weights 2 + bf16 gradients 2 + fp32 masters 4 + states 8
+= 16; fp32 weights 4 + gradients 4 + states 8 = 16. With more than one micro-batch per step, bf16 gradients
+are summed in fp32 (4 instead of 2, plus the one bf16 gradient that is being added). The update runs bucket by
+bucket, so that its temporaries are those of at most BUCKET_ELEMENTS elements (or the largest tensor).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import MissingDependencyError
+from shardwise.recipe.schema import Optimizer as OptimizerSection
+
+BUCKET_ELEMENTS = 2**26
+
+
+def is_matrix(module: nn.Module) -> bool:
+    """A linear layer that an adapter fits on, also GPT-2's transposed Conv1D and 4-bit layers."""
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def decays(name: str, shape: Sequence[int]) -> bool:
+    """Weight decay acts on matrices and embeddings, never on norms and biases (all of one dimension)."""
+    return len(shape) >= 2 and not name.endswith("bias")
+
+
+def build_optimizer(
+    section: OptimizerSection, named: Sequence[tuple[str, torch.Tensor]], learning_rate: float
+) -> torch.optim.Optimizer:
+    """One torch optimizer over `named` parameters, in two groups: with and without weight decay."""
+    groups = decay_groups(section, named)
+    betas, eps = section.betas, section.eps
+    if section.name == "adamw":
+        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps, foreach=True)
+    if section.name == "sgd":
+        return torch.optim.SGD(groups, lr=learning_rate, momentum=section.momentum, foreach=True)
+    if section.name == "adafactor":
+        return torch.optim.Adafactor(groups, lr=learning_rate)
+    if section.name == "muon":
+        return _muon(section, named, learning_rate)
+    try:
+        import bitsandbytes as bnb
+    except ImportError:
+        raise MissingDependencyError(
+            f"optimizer.name: {section.name} needs bitsandbytes",
+            "the package is not installed",
+            "pip install 'shardwise[qlora]'",
+        ) from None
+    kind = bnb.optim.PagedAdamW8bit if section.name.startswith("paged") else bnb.optim.AdamW8bit
+    return kind(groups, lr=learning_rate, betas=betas, eps=eps)
+
+
+def decay_groups(
+    section: OptimizerSection, named: Sequence[tuple[str, torch.Tensor]]
+) -> list[dict[str, Any]]:
+    """torch's parameter groups: with weight decay and without; an empty group is left out."""
+    groups: list[dict[str, Any]] = [
+        {"params": [p for n, p in named if decays(n, p.shape)], "weight_decay": section.weight_decay},
+        {"params": [p for n, p in named if not decays(n, p.shape)], "weight_decay": 0.0},
+    ]
+    return [g for g in groups if g["params"]]
+
+
+def orthogonalises(name: str, shape: Sequence[int]) -> bool:
+    """Muon is for matrices between hidden states; embeddings and output heads map to words and get AdamW."""
+    return len(shape) == 2 and not any(part in name for part in ("embed", "lm_head", "wte", "wpe"))
+
+
+def _muon(
+    section: OptimizerSection, named: Sequence[tuple[str, torch.Tensor]], learning_rate: float
+) -> torch.optim.Optimizer:
+    """Muon for one matrix, AdamW for anything else: a call holds parameters of one kind (see `Updater`).
+
+    Updates are scaled to AdamW's size (0.2 * sqrt(max(rows, columns)), arXiv:2502.16982), so that one
+    learning rate serves both.
+    """
+    if not all(orthogonalises(n, p.shape) for n, p in named):
+        groups = decay_groups(section, named)
+        return torch.optim.AdamW(groups, lr=learning_rate, betas=section.betas, eps=section.eps, foreach=True)
+    return torch.optim.Muon(
+        [p for _, p in named],
+        lr=learning_rate,
+        weight_decay=section.weight_decay,
+        momentum=section.momentum,
+        nesterov=True,
+        adjust_lr_fn="match_rms_adamw",
+    )
+
+
+class Updater:
+    """Owns masters and optimizer of parameters that are whole on this rank (single, DDP) or shards (FSDP2).
+
+    `masters` False: bf16 weights are updated in place (2 + 2 + 2 + 2 bytes of states).
+    `over_ranks` turns this rank's sum of squares into that of all shards.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        section: OptimizerSection,
+        learning_rate: float,
+        accumulate: bool,
+        over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        self.over_ranks = over_ranks
+        self.names = [name for name, _ in named]
+        self.params = [p for _, p in named]
+        low = section.master_weights and any(p.dtype != torch.float32 for p in self.params)
+        self.masters = [p.detach().float() if low else p for p in self.params]
+        self.low, self.accumulate = low, accumulate and low
+        if self.accumulate:
+            for param, master in zip(self.params, self.masters, strict=True):
+                param.register_post_accumulate_grad_hook(_add_to(master))
+        split = [section.name == "muon" and orthogonalises(n, p.shape) for n, p in named]
+        self.buckets = [
+            [kind[k] for k in bucket]
+            for kind in ([i for i, m in enumerate(split) if m == which] for which in (False, True))
+            for bucket in _buckets([self.params[i].numel() for i in kind])
+        ]
+        self.optimizers = [
+            build_optimizer(section, [(self.names[i], self.masters[i]) for i in bucket], learning_rate)
+            for bucket in self.buckets
+        ]
+
+    def gradients(self) -> list[torch.Tensor]:
+        """This step's summed gradients, in the dtype they were summed in."""
+        source = self.masters if self.accumulate else self.params
+        return [p.grad for p in source if p.grad is not None]
+
+    @torch.no_grad()
+    def step(self, learning_rate: float, max_grad_norm: float | None) -> float:
+        """Clip, update, clear. Returns the norm before clipping; not finite means nothing was updated."""
+        norm = global_norm(self.gradients(), self.over_ranks)
+        if not norm < float("inf"):
+            self.zero()
+            return norm
+        factor = min(1.0, max_grad_norm / (norm + 1e-6)) if max_grad_norm is not None else 1.0
+        for bucket, optimizer in zip(self.buckets, self.optimizers, strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate
+            masters = [self.masters[i] for i in bucket]
+            if self.low:
+                for i in bucket:
+                    if not self.accumulate and self.params[i].grad is not None:
+                        self.masters[i].grad = self.params[i].grad.float()
+                        self.params[i].grad = None
+            if factor < 1.0:
+                torch._foreach_mul_([m.grad for m in masters if m.grad is not None], factor)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            if self.low:
+                torch._foreach_copy_([self.params[i] for i in bucket], masters)
+        self.zero()
+        return norm
+
+    def zero(self) -> None:
+        for p in (*self.params, *self.masters):
+            p.grad = None
+
+    def optimizer_state(self) -> dict[str, dict[str, Any]]:
+        """Parameter name -> its optimizer state (exp_avg, exp_avg_sq, step ...)."""
+        return {
+            self.names[i]: dict(optimizer.state.get(self.masters[i], {}))
+            for bucket, optimizer in zip(self.buckets, self.optimizers, strict=True)
+            for i in bucket
+        }
+
+    def load_optimizer_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        for bucket, optimizer in zip(self.buckets, self.optimizers, strict=True):
+            for i in bucket:
+                if state.get(self.names[i]):
+                    optimizer.state[self.masters[i]] = dict(state[self.names[i]])
+
+
+def global_norm(
+    gradients: Sequence[torch.Tensor], over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> float:
+    """Euclidean norm over all gradients together, summed in fp32; of all ranks' shards with `over_ranks`."""
+    total = torch.zeros(())
+    if gradients:
+        norms = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients])
+        total = norms.square().sum()
+    if over_ranks is not None:
+        total = over_ranks(total)
+    return float(total.sqrt())
+
+
+def _add_to(master: torch.Tensor) -> Any:
+    def hook(param: torch.Tensor) -> None:
+        assert param.grad is not None
+        master.grad = param.grad.float() if master.grad is None else master.grad.add_(param.grad)
+        param.grad = None
+
+    return hook
+
+
+def _buckets(sizes: Sequence[int]) -> Iterator[list[int]]:
+    bucket: list[int] = []
+    filled = 0
+    for i, size in enumerate(sizes):
+        if bucket and filled + size > BUCKET_ELEMENTS:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(i)
+        filled += size
+    if bucket:
+        yield bucket
