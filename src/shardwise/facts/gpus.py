@@ -202,7 +202,7 @@ def parse_offer(text: str, nodes: int | None = None) -> Offer:
             f"a node of this kind holds {gpu.gpus_per_node} of them",
             f"use {whole} or {whole + gpu.gpus_per_node}, or say how many nodes: --nodes N",
         )
-    notes = ()
+    notes: tuple[str, ...] = ()
     if _plain(name) != _plain(gpu.name):
         notes = (f"'{name}' is read as {gpu.name} ({gpu.usable_bytes / 2**30:.1f} GiB)",)
     return Offer(gpu, count, per_node, notes)

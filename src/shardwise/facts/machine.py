@@ -186,7 +186,7 @@ def _nvidia_gpus(notes: list[str]) -> tuple[Gpu, ...]:
         notes.append(f"nvidia-smi is there but fails ({type(problem).__name__}): no GPU is planned for")
         return ()
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
-    rows = [line.rsplit(",", 1) for line in lines if "," in line]
+    rows = [line.rsplit(",", 1) for line in done.stdout.splitlines() if "," in line]
     if wanted is not None:
         keep = {int(i) for i in wanted.split(",") if i.strip().isdigit()}
         rows = [row for i, row in enumerate(rows) if i in keep]
