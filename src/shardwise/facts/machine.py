@@ -179,9 +179,7 @@ def _nvidia_gpus(notes: list[str]) -> tuple[Gpu, ...]:
         return ()
     query = [tool, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        lines = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split(
-            "\n"
-        )
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError) as problem:
         notes.append(f"nvidia-smi is there but fails ({type(problem).__name__}): no GPU is planned for")
         return ()
@@ -200,28 +198,20 @@ def _nvidia_gpus(notes: list[str]) -> tuple[Gpu, ...]:
     return tuple(found)
 
 
+# Words in drivers' names that do not tell cards apart.
+_FILLER = {"hbm3", "hbm2e", "hbm2", "sxm", "sxm2", "sxm4", "sxm5", "generation", "laptop", "gpu"} | {
+    *("blackwell", "server", "workstation", "edition", "max", "q"),
+}
+
+
 def identify_gpu(driver_name: str, memory_bytes: int) -> Gpu:
     """The catalogue's GPU for a name as the driver prints it ('NVIDIA A100-SXM4-80GB', 'NVIDIA H200').
 
     Raises UnknownNameError.
     """
     text = driver_name.casefold().replace("nvidia", "").replace("geforce", "").strip()
-    drop = (
-        "80gb",
-        "40gb",
-        "hbm3",
-        "hbm2e",
-        "hbm2",
-        "sxm",
-        "sxm2",
-        "sxm4",
-        "sxm5",
-        "generation",
-        "laptop",
-        "gpu",
-    )
     words = text.replace("-", " ").split()
-    core = "".join(w for w in words if w not in drop and not w.endswith("gb"))
+    core = "".join(w for w in words if w not in _FILLER and not w.endswith("gb"))
     gib = memory_bytes / 2**30
     near = [
         gpu
