@@ -1,0 +1,33 @@
+"""How a quantity of a run is printed: with its unit, and '-' where nobody knows it."""
+
+from shardwise.report.run_view import Comparison, Unit
+from shardwise.units import format_bytes, format_seconds
+
+UNKNOWN = "-"
+
+
+def show(value: float | None, unit: Unit) -> str:
+    if value is None:
+        return UNKNOWN
+    if unit == "bytes":
+        return format_bytes(value)
+    if unit == "seconds":
+        return format_seconds(value)
+    if unit == "ratio":
+        return f"{value:.1%}"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def show_difference(row: Comparison) -> str:
+    """+3.1 %: the estimate was 3.1 % too high."""
+    return UNKNOWN if row.difference is None else f"{row.difference * 100:+.1f} %"
+
+
+def show_loss(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:.4f}"
+
+
+def show_change(before: float | None, after: float | None) -> str:
+    if before is None or after is None or not before:
+        return UNKNOWN
+    return f"{(after - before) / abs(before) * 100:+.1f} %"
