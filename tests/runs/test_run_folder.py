@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import UnknownNameError, UsageError
-from shardwise.runs import Evaluation, RunFolder, Step, create_run, list_runs, open_run
+from shardwise.runs import Evaluation, RunFolder, Step, create_run, list_runs, open_run, read_course
 
 RECIPE = "model: tiny\ndata: rows.jsonl\n"
 
@@ -263,3 +263,29 @@ def test_folders_that_are_no_runs_are_not_listed(run: RunFolder) -> None:
     (run.path.parent / "notes").mkdir()
     (run.path.parent / "file.txt").write_text("")
     assert [r.name for r in list_runs(run.path.parent)] == ["first"]
+
+
+def test_course_reads_only_what_is_new_and_follows_a_resume(run: RunFolder) -> None:
+    seen = read_course(run)
+    assert len(seen) == 0 and not seen.refresh()
+    run.event("start", steps=4)
+    for step in (1, 2, 3):
+        run.event("step", step=step, loss=float(step), tokens=100, seconds=0.5)
+    assert seen.refresh() and not seen.refresh()
+    assert (list(seen.step), seen.last("loss"), seen.last("tokens_per_second")) == ([1, 2, 3], 3.0, 200.0)
+    run.event("evaluation", step=3, loss=9.0)
+    run.event("resume", step=1)
+    run.event("step", step=2, loss=math.nan)
+    assert seen.refresh()
+    assert (list(seen.step), seen.last("loss"), seen.evaluations) == ([1, 2], None, [])
+    assert seen.total("tokens") == 100 and seen.highest("grad_norm") is None
+
+
+def test_course_starts_again_when_the_file_was_replaced(run: RunFolder) -> None:
+    for step in (1, 2, 3):
+        run.event("step", step=step, loss=1.0)
+    seen = read_course(run)
+    run.release()
+    run.events_path.write_text('{"kind": "step", "step": 7, "loss": 2}\n')
+    assert seen.refresh()
+    assert list(seen.step) == [7]

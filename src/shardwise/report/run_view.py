@@ -12,18 +12,17 @@ from shardwise.estimate.memory.terms import TERMS
 from shardwise.report.series import Series, series
 from shardwise.runs import (
     CheckpointFolder,
+    Course,
     Estimated,
     Evaluation,
     Measured,
     RunFolder,
     Sample,
     SamplePair,
-    Start,
     Status,
-    Step,
     Summary,
     Term,
-    Warned,
+    read_course,
 )
 
 Unit = Literal["bytes", "seconds", "tokens_per_second", "ratio"]
@@ -75,30 +74,30 @@ class RunView:
         return self.summary.evaluation_after
 
 
-def view_run(run: RunFolder, points: int = 1000) -> RunView:
-    """Read a run folder, finished or not; at most `points` steps are kept for curves."""
-    steps = run.steps()
-    evaluations = run.history(Evaluation)
+def view_run(run: RunFolder, points: int = 1000, so_far: Course | None = None) -> RunView:
+    """Read a run folder, finished or not; at most `points` steps are kept for curves.
+
+    `so_far` is the run's course when the caller keeps one up to date.
+    """
+    seen = so_far or read_course(run)
     status = run.read_status()
-    summary = run.summary() or _so_far(status, steps, evaluations)
+    summary = run.summary() or _so_far(status, seen)
     plan = run.plan()
     estimate = summary.estimate if summary.estimate != Estimated() else _planned(plan)
-    starts = run.history(Start)
     return RunView(
         name=run.name,
         path=run.path,
         status=status,
         summary=summary,
-        steps_planned=starts[-1].steps if starts else None,
-        memory=_memory(estimate, summary.measured, steps),
+        steps_planned=seen.start.steps if seen.start else None,
+        memory=_memory(estimate, summary.measured, seen),
         speed=_speed(estimate, summary.measured),
-        peak_resident_bytes=summary.measured.peak_resident_bytes
-        or max((s.resident_bytes for s in steps if s.resident_bytes), default=None),
-        series=series(steps, points),
-        evaluations=tuple(evaluations),
-        samples=summary.samples or _pairs(run.history(Sample)),
+        peak_resident_bytes=summary.measured.peak_resident_bytes or _whole(seen.highest("resident_bytes")),
+        series=series(seen, points),
+        evaluations=tuple(seen.evaluations),
+        samples=summary.samples or _pairs(seen.samples),
         checkpoints=tuple(run.checkpoints()),
-        warnings=tuple(w.message for w in run.history(Warned)),
+        warnings=tuple(w.message for w in seen.warnings),
         recipe_text=run.recipe_text(),
         plan=plan,
         files=_files(run),
@@ -106,18 +105,22 @@ def view_run(run: RunFolder, points: int = 1000) -> RunView:
     )
 
 
-def _so_far(status: Status, steps: Sequence[Step], evaluations: Sequence[Evaluation]) -> Summary:
+def _so_far(status: Status, seen: Course) -> Summary:
     """A summary of a run that has not written one: it goes on, or it died."""
-    counted = [s.tokens for s in steps if s.tokens is not None]
+    held = seen.evaluations
     return Summary(
         state=status.state,
-        steps=steps[-1].step if steps else 0,
-        tokens=sum(counted) if counted else None,
-        loss_first=steps[0].loss if steps else None,
-        loss_last=steps[-1].loss if steps else None,
-        evaluation_before=evaluations[0].loss if evaluations and evaluations[0].step == 0 else None,
-        evaluation_after=evaluations[-1].loss if evaluations and evaluations[-1].step > 0 else None,
+        steps=seen.step[-1] if len(seen) else 0,
+        tokens=_whole(seen.total("tokens")),
+        loss_first=seen.first("loss"),
+        loss_last=seen.last("loss"),
+        evaluation_before=held[0].loss if held and held[0].step == 0 else None,
+        evaluation_after=held[-1].loss if held and held[-1].step > 0 else None,
     )
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else int(value)
 
 
 def _planned(plan: dict[str, Any]) -> Estimated:
@@ -127,7 +130,7 @@ def _planned(plan: dict[str, Any]) -> Estimated:
         return Estimated()
 
 
-def _memory(estimate: Estimated, measured: Measured, steps: Sequence[Step]) -> tuple[Comparison, ...]:
+def _memory(estimate: Estimated, measured: Measured, seen: Course) -> tuple[Comparison, ...]:
     """By term in the order of the estimate's printing, then the peak of all."""
     said, found = _by_name(estimate.terms), _by_name(measured.terms)
     names = sorted({*said, *found}, key=lambda n: (TERMS.index(n) if n in TERMS else len(TERMS), n))
@@ -141,9 +144,7 @@ def _memory(estimate: Estimated, measured: Measured, steps: Sequence[Step]) -> t
         for n in names
         if said.get(n) or found.get(n)
     ]
-    peak = measured.peak_allocated_bytes or max(
-        (s.peak_allocated_bytes for s in steps if s.peak_allocated_bytes), default=None
-    )
+    peak = measured.peak_allocated_bytes or seen.highest("peak_allocated_bytes")
     if estimate.peak_allocated_bytes is not None or peak is not None:
         rows.append(Comparison("peak allocated", "bytes", estimate.peak_allocated_bytes, peak))
     if measured.peak_reserved_bytes is not None:

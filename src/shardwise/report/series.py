@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from math import isfinite
 
-from shardwise.runs import Step
+from shardwise.runs import Course
 
 Column = tuple[float | None, ...]
 
@@ -31,19 +32,24 @@ COLUMNS = tuple(f.name for f in fields(Series) if f.name not in ("step", "steps_
 _SPIKY = ("loss", "grad_norm", "tokens_per_second")
 
 
-def series(steps: Sequence[Step], most: int = 1000) -> Series:
-    """At most `most` of the steps (at least the first and the last), as columns.
+def series(course: Course, most: int = 1000) -> Series:
+    """At most `most` of a run's steps (at least the first and the last), as columns.
 
     Each bucket of neighbouring steps keeps its first step and the lowest and the highest of every column that
     can spike, so that a curve of a million steps drawn from a thousand has the same envelope.
     """
-    kept = [steps[i] for i in thin([[getattr(s, c) for s in steps] for c in _SPIKY], len(steps), most)]
-    columns = {c: tuple(_value(s, c) for s in kept) for c in COLUMNS}
-    return Series(step=tuple(s.step for s in kept), **columns, steps_total=len(steps))
+    kept = thin([course.columns[c] for c in _SPIKY], len(course), most)
+    columns = {c: tuple(_value(course.columns[c][i]) for i in kept) for c in COLUMNS}
+    return Series(step=tuple(course.step[i] for i in kept), **columns, steps_total=len(course))
 
 
-def thin(columns: Sequence[Sequence[float | None]], length: int, most: int) -> list[int]:
-    """Indices to keep, in order: at most `most` of `length`."""
+def _value(number: float) -> float | None:
+    """Six digits: more cannot be seen, and cost transfer."""
+    return float(f"{number:.6g}") if isfinite(number) else None
+
+
+def thin(columns: Sequence[Sequence[float]], length: int, most: int) -> list[int]:
+    """Indices to keep, in order: at most `most` of `length`. NaN is never the lowest nor the highest."""
     if length <= most:
         return list(range(length))
     per_bucket = 1 + 2 * len(columns)
@@ -53,19 +59,14 @@ def thin(columns: Sequence[Sequence[float | None]], length: int, most: int) -> l
         start, stop = number * length // buckets, (number + 1) * length // buckets
         keep.add(start)
         for column in columns:
-            known = [i for i in range(start, stop) if _finite(column[i])]
-            if known:
-                keep.add(min(known, key=column.__getitem__))  # type: ignore[arg-type]
-                keep.add(max(known, key=column.__getitem__))  # type: ignore[arg-type]
+            part = [v for v in column[start:stop] if isfinite(v)]
+            if part:
+                keep.add(_find(column, min(part), start))
+                keep.add(_find(column, max(part), start))
     return sorted(keep)
 
 
-def _finite(value: float | None) -> bool:
-    return value is not None and abs(value) < float("inf")
-
-
-def _value(step: Step, column: str) -> float | None:
-    value: float | None = getattr(step, column)
-    if value is None and column == "tokens_per_second" and step.tokens and step.seconds:
-        value = step.tokens / step.seconds
-    return value if _finite(value) else None
+def _find(column: Sequence[float], value: float, start: int) -> int:
+    while column[start] != value:
+        start += 1
+    return start

@@ -3,6 +3,7 @@
 Answers: what happened? Must not know: how training works.
 """
 
+from shardwise.runs.course import Course, read_course
 from shardwise.runs.folder import CheckpointFolder, RunFolder, create_run, is_run, list_runs, open_run
 from shardwise.runs.records import (
     EVENTS,
@@ -28,6 +29,7 @@ __all__ = [
     "EVENTS",
     "Checkpoint",
     "CheckpointFolder",
+    "Course",
     "End",
     "Estimated",
     "Evaluation",
@@ -48,4 +50,5 @@ __all__ = [
     "is_run",
     "list_runs",
     "open_run",
+    "read_course",
 ]
