@@ -1,0 +1,298 @@
+"""Seconds that one rank's processor needs for a micro-batch, by what it does. No communication here.
+
+T tokens of a micro-batch in sequences of S, H hidden size, F width of the MLP, N parameters.
+A matrix product of T rows with P weights takes max(2 T P / (peak x sustained x fill), bytes / bandwidth).
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from shardwise.estimate.speed import constants as c
+from shardwise.estimate.stack import Stack
+from shardwise.facts.gpus import Gpu
+from shardwise.facts.model import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What a training program does that a recipe does not say. The defaults are ours.
+
+    `checkpointed` is the share of layers recomputed under full checkpointing; `fused` says that norms, rotary
+    embeddings and activations run as single kernels; `experts`: grouped (one kernel for all) or looped.
+    """
+
+    checkpointed: float = 1.0
+    fused: bool = False
+    experts: str = "grouped"
+    reduces_every_micro_batch: bool = True
+
+
+OURS = Program()
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Seconds of a whole micro-batch on one rank, forward + backward + recomputation; and its FLOPs."""
+
+    matrix: float
+    attention: float
+    elementwise: float
+    dequantise: float
+    loss: float
+    launch: float  # time the host needs to issue everything
+    forward_share: float
+    needed_flops: float  # without recomputation
+
+    @property
+    def busy(self) -> float:
+        """Seconds of the device, if it never waits for the host."""
+        return self.matrix + self.attention + self.elementwise + self.dequantise + self.loss
+
+    @property
+    def seconds(self) -> float:
+        """The slower of the device and the host that feeds it."""
+        return max(self.busy, self.launch)
+
+
+def sustained(gpu: Gpu) -> float:
+    """Share of the matrix peak held over a long run."""
+    return c.SUSTAINED.get(gpu.capability, 0.6)
+
+
+@lru_cache(maxsize=65536)
+def micro_batch_work(
+    shape_key: "ShapeKey",
+    gpu_key: tuple[str, float, float, float],
+    method: str,
+    rank: int,
+    targets: str | tuple[str, ...],
+    tokens: int,
+    sequence: int,
+    checkpointing: str,
+    precision: str,
+    attention: str,
+    compiled: bool,
+    program: Program,
+) -> Work:
+    """One rank's work for `tokens` tokens in sequences of `sequence`."""
+    shape = shape_key.shape
+    capability, peak, bandwidth, op_seconds = gpu_key
+    share = c.SUSTAINED.get(capability, 0.6)
+    speed, stream = peak * share, bandwidth * c.BANDWIDTH
+    passes = _passes(method, checkpointing, program)
+    size = 4 if precision == "fp32" else 2
+
+    dense, expert, head = _matrix_parameters(shape)
+    fill = _fill(tokens)
+    per_pass = max(2 * tokens * dense / (speed * fill), dense * size / stream)
+    matrix = passes * per_pass
+    needed = 2.0 * tokens * dense * (3 if method == "full" else 2)
+    if expert:
+        rows = tokens * shape.experts_per_token
+        touched = min(shape.num_experts, rows)
+        per_expert = rows / shape.num_experts
+        active = expert * shape.experts_per_token / shape.num_experts
+        flops = 2 * tokens * active / (speed * _fill(per_expert))
+        matrix += passes * max(flops, expert * touched / shape.num_experts * size / stream)
+        needed += 2 * tokens * active * (3 if method == "full" else 2)
+    adapters = shape.lora_parameters(rank, targets) if method != "full" else 0
+    if adapters:
+        # three products of low rank, each streaming its input and output
+        matrix += 3 * 2 * tokens * adapters / (speed * 0.5)
+    head_passes = 3.0 if method == "full" else 2
+    loss = head_passes * max(2 * tokens * head / (speed * fill), head * size / stream)
+    loss += tokens * shape.vocab_size * 24 / stream
+    needed += head_passes * 2 * tokens * head
+
+    attention_flops = _attention_flops(shape, tokens, sequence)
+    forward, backward = _attention_seconds(shape, attention_flops, tokens, sequence, capability, speed / share,
+                                           stream, attention, size)  # fmt: skip
+    again = _again(checkpointing, program, keeps_attention=True)
+    attention_total = forward * (1 + again) + backward
+    needed += 3 * attention_flops
+
+    elementwise = _elementwise_bytes(shape, size, compiled or program.fused) * tokens / stream
+    if adapters:
+        elementwise += tokens * _adapter_bytes(shape, targets, size) / stream
+    elementwise *= 3 + _again(checkpointing, program)
+    dequantise = 0.0
+    if method == "qlora":
+        uses = 2 + _again(checkpointing, program)
+        dequantise = uses * shape.quantised_parameters * 2.6 / (bandwidth * c.DEQUANTISE_BANDWIDTH)
+
+    launch = _operations(shape, method, targets, checkpointing, compiled, program) * op_seconds
+    return Work(
+        matrix=matrix,
+        attention=attention_total,
+        elementwise=elementwise,
+        dequantise=dequantise,
+        loss=loss,
+        launch=launch,
+        forward_share=1 / (passes or 1),
+        needed_flops=needed,
+    )
+
+
+class ShapeKey:
+    """A model shape hashed by identity of its numbers, once."""
+
+    __slots__ = ("_hash", "shape")
+
+    def __init__(self, shape: ModelShape) -> None:
+        self.shape = shape
+        self._hash = hash((shape.source, shape.total_parameters, shape.hidden_size, shape.num_hidden_layers))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ShapeKey) and (self.shape is other.shape or self.shape == other.shape)
+
+
+def work_of(key: ShapeKey, gpu: Gpu, stack: Stack, program: Program = OURS) -> Work:
+    """`micro_batch_work` of a stack on a GPU."""
+    op = c.OP_SECONDS if gpu.kind == "cuda" else c.OP_SECONDS / 2
+    gpu_key = (gpu.capability, gpu.peak_flops(stack.precision), gpu.bandwidth_bytes_per_second, op)
+    return micro_batch_work(
+        key, gpu_key, stack.method, stack.lora_rank, stack.lora_targets, stack.tokens_per_micro_batch,
+        stack.sequence_length, stack.activation_checkpointing, stack.precision, stack.attention, stack.compile,
+        program,
+    )  # fmt: skip
+
+
+def _again(checkpointing: str, program: Program, keeps_attention: bool = False) -> float:
+    """Share of a forward that is computed a second time."""
+    if checkpointing == "full":
+        return program.checkpointed
+    if checkpointing == "selective":
+        return 0.0 if keeps_attention else program.checkpointed
+    return 0.0
+
+
+def _passes(method: str, checkpointing: str, program: Program) -> float:
+    """Matrix products per weight: forward, input gradient, weight gradient if trained, and recomputation."""
+    return (3 if method == "full" else 2) + _again(checkpointing, program)
+
+
+@lru_cache(maxsize=256)
+def _matrix_parameters_of(key: ShapeKey) -> tuple[int, int, int]:
+    shape = key.shape
+    dense = shape.count("linear", "router", part="text")
+    head = shape.vocab_size * shape.hidden_size
+    return dense, shape.count("expert"), head
+
+
+def _matrix_parameters(shape: ModelShape) -> tuple[int, int, int]:
+    """Weights that every token is multiplied with, all experts' weights, and the output head's."""
+    return _matrix_parameters_of(ShapeKey(shape))
+
+
+def _fill(rows: float) -> float:
+    """How full the tiles of a product with that many rows are: 1 for many, less when the last tile is ragged."""
+    if rows <= 0:
+        return 1.0
+    tiles = -(-rows // c.TILE)
+    return rows / (tiles * c.TILE) if rows >= c.TILE / 2 else 0.5
+
+
+def _attention_flops(shape: ModelShape, tokens: int, sequence: int) -> float:
+    """Forward FLOPs of scores and values, causal half, sliding windows respected."""
+    width = shape.num_attention_heads * shape.head_dim
+    window = shape.sliding_window
+    full, windowed = shape.full_attention_layers, shape.num_hidden_layers - shape.full_attention_layers
+    reach = sequence / 2
+    short = min(window or sequence, sequence)
+    short_reach = short - short * short / (2 * sequence)  # mean keys a query sees
+    return 4 * tokens * width * (full * reach + windowed * short_reach)
+
+
+def _attention_seconds(
+    shape: ModelShape,
+    flops: float,
+    tokens: int,
+    sequence: int,
+    capability: str,
+    peak: float,
+    stream: float,
+    kind: str,
+    size: int,
+) -> tuple[float, float]:
+    """Seconds of all layers' attention cores, forward and backward."""
+    width = shape.num_attention_heads * shape.head_dim
+    kv = shape.num_key_value_heads * shape.head_dim
+    traffic = tokens * (2 * width + 2 * kv) * size * shape.num_hidden_layers / stream
+    if kind == "eager":
+        # scores, mask, softmax in fp32 and back: about 5 reads and writes of S x S per head; dense, not causal
+        square = tokens * sequence * shape.num_attention_heads * shape.num_hidden_layers
+        forward = 2 * flops / peak / 0.5 + square * 20 / stream
+        return forward + traffic, 2 * forward + 2 * traffic
+    newer = c.ATTENTION_NEWER if capability in ("9.0", "10.0", "10.3") else 1.0
+    if capability == "cpu":
+        newer = 0.7
+    forward = flops / (peak * c.ATTENTION_FORWARD * newer)
+    backward = 2.5 * flops / (peak * c.ATTENTION_BACKWARD * newer)
+    return max(forward, traffic), max(backward, 2 * traffic)
+
+
+def _elementwise_bytes(shape: ModelShape, size: int, fused: bool) -> float:
+    """Bytes per token and forward that norms, rotary embeddings, activations and residual sums move."""
+    h, q = shape.hidden_size, shape.num_attention_heads * shape.head_dim
+    kv = shape.num_key_value_heads * shape.head_dim
+    width = _mlp_width(shape)
+    layer_norm = any((t.kind == "bias" and "norm" in t.name) or ".ln_" in t.name for t in shape.tensors)
+    norms = 4 if shape.family in ("gemma2", "gemma3_text", "glm4") else 2
+    # An RMS norm written out in fp32 moves about 34 bytes per element; one kernel 2 reads and 1 write.
+    norm = 3 * size if fused or layer_norm or shape.mlp == "plain" else 34
+    rotary = (3 if fused else 9) * size * (q + kv)
+    activation = (3 if fused else 5) * size * width if shape.mlp == "gated" else 2 * size * width
+    residual = 0 if fused else 2 * 3 * size * h
+    per_layer = norms * norm * h + rotary + activation + residual
+    return per_layer * shape.num_hidden_layers
+
+
+def _mlp_width(shape: ModelShape) -> int:
+    if not shape.is_moe:
+        return shape.intermediate_size
+    routed = shape.experts_per_token * shape.moe_intermediate_size
+    # permuting tokens to experts and back moves the hidden size twice per expert
+    return routed + shape.shared_expert_intermediate_size + shape.experts_per_token * shape.hidden_size
+
+
+@lru_cache(maxsize=1024)
+def _adapter_widths(key: ShapeKey, targets: str | tuple[str, ...]) -> tuple[int, int]:
+    groups = key.shape.adapted(targets)
+    return sum((t.shape[0] + t.shape[1]) * t.count for t in groups), sum(t.count for t in groups)
+
+
+def _adapter_bytes(shape: ModelShape, targets: str | tuple[str, ...], size: int) -> float:
+    """An adapter reads its input again and adds its output to the base's: per token over all layers."""
+    return _adapter_widths(ShapeKey(shape), targets)[0] * size * 2
+
+
+@lru_cache(maxsize=4096)
+def _operations_of(
+    key: ShapeKey, method: str, targets: str | tuple[str, ...], compiled: bool, looped: bool
+) -> tuple[float, float]:
+    """Operations the host issues in one forward, and the share that only adapters and backward add."""
+    shape = key.shape
+    ops = float(c.OPS_PER_LAYER * shape.num_hidden_layers)
+    if shape.is_moe:
+        ops += len(shape.moe_layers) * (shape.num_experts * c.OPS_PER_EXPERT if looped else 25)
+    if method != "full":
+        ops += c.OPS_PER_ADAPTER * _adapter_widths(key, targets)[1]
+    if method == "qlora":
+        ops += c.OPS_PER_DEQUANTISED * sum(t.count for t in shape.tensors if t.kind == "linear")
+    return (ops * (c.COMPILED_OPS if compiled else 1.0)), 0.0
+
+
+def _operations(
+    shape: ModelShape,
+    method: str,
+    targets: str | tuple[str, ...],
+    checkpointing: str,
+    compiled: bool,
+    program: Program,
+) -> float:
+    """Operations of forward, backward (twice as many) and recomputation."""
+    forward, _ = _operations_of(ShapeKey(shape), method, targets, compiled, program.experts == "looped")
+    return forward * (3 + _again(checkpointing, program))

@@ -1,0 +1,109 @@
+"""What a plan says: one decided stack on one offer, its estimates, and the reason for every choice."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from shardwise.estimate.memory.terms import MemoryEstimate
+from shardwise.estimate.speed import SpeedEstimate
+from shardwise.estimate.stack import Stack
+from shardwise.facts.gpus import Offer
+from shardwise.facts.model import ModelShape
+
+Verdict = Literal["fits", "tight", "does not fit"]
+
+
+@dataclass(frozen=True, slots=True)
+class DataFacts:
+    """What a plan knows about the training rows. Counts are of one epoch; None: not known.
+
+    `sequences_at(length)` is the exact number of packed sequences of that length, where the rows were read.
+    """
+
+    tokens: int | None = None
+    rows: int | None = None
+    longest_tokens: int | None = None
+    sequences_at: Callable[[int], int] | None = None
+    name: str = ""
+
+    def sequences(self, sequence_length: int) -> int | None:
+        """Packed sequences of one epoch: counted where possible, else tokens over length (full packing)."""
+        if self.sequences_at is not None:
+            return self.sequences_at(sequence_length)
+        if self.tokens is None:
+            return None
+        return max(1, -(-self.tokens // sequence_length))
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One thing that was decided: the recipe's key, the value and why."""
+
+    key: str
+    value: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A stack on an offer, with what it takes. `steps` and `seconds` are None when the data is not known."""
+
+    shape: ModelShape
+    offer: Offer
+    stack: Stack
+    memory: MemoryEstimate
+    speed: SpeedEstimate
+    capacity_bytes: int  # usable memory of one device
+    steps: int | None = None
+    choices: tuple[Choice, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def needed_bytes(self) -> int:
+        """What one device must hold: live tensors and what the process takes beside them."""
+        return self.memory.allocated_bytes + self.memory.fixed_bytes
+
+    @property
+    def head_room(self) -> float:
+        """Share of the device's memory that stays free; negative when it does not fit."""
+        return 1 - self.needed_bytes / self.capacity_bytes
+
+    @property
+    def host_fits(self) -> bool:
+        return self.stack.device != "cuda" or (
+            self.memory.host_bytes_per_node <= 0.9 * self.offer.host_bytes_per_node
+            and self.memory.disk_bytes_per_node <= self.offer.gpu.disk_bytes
+        )
+
+    @property
+    def verdict(self) -> Verdict:
+        return verdict(self.memory, self.capacity_bytes) if self.host_fits else "does not fit"
+
+    @property
+    def seconds(self) -> float | None:
+        """Time of all optimizer steps; loading, evaluation and saving come on top."""
+        return None if self.steps is None else self.steps * self.speed.step_seconds
+
+    @property
+    def gpu_hours(self) -> float | None:
+        return None if self.seconds is None else self.seconds / 3600 * self.offer.count
+
+
+def verdict(memory: MemoryEstimate, capacity_bytes: int) -> Verdict:
+    """fits: the upper bound of the estimate fits. tight: only the estimate itself does."""
+    if memory.high_bytes + memory.fixed_bytes <= capacity_bytes:
+        return "fits"
+    if memory.allocated_bytes + memory.fixed_bytes <= capacity_bytes:
+        return "tight"
+    return "does not fit"
+
+
+def planned_steps(
+    sequences: int | None, global_batch_size: int, epochs: float | None, max_steps: int | None
+) -> int | None:
+    """Optimizer steps of a run: whole batches and one last smaller one, at least one; or `max_steps`."""
+    if max_steps is not None:
+        return max_steps
+    if sequences is None:
+        return None
+    return max(1, -(-int(sequences * (epochs or 1.0) + 0.999999) // global_batch_size))

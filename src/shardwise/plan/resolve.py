@@ -1,0 +1,325 @@
+"""A recipe with `auto` in it, a model and a machine -> the same recipe with every `auto` decided, and its plan."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from shardwise.errors import RecipeError, RuleError
+from shardwise.estimate.memory.formula import estimate_memory
+from shardwise.estimate.speed import estimate_speed
+from shardwise.estimate.stack import Place, Stack
+from shardwise.facts.gpus import Offer
+from shardwise.facts.model import ModelShape
+from shardwise.plan.model import Choice, DataFacts, Plan, planned_steps, verdict
+from shardwise.recipe.schema import Recipe
+
+ADAPTER_RATE, FULL_RATE = 2e-4, 1e-5
+# Tokens per optimizer step that `auto` aims at: what published recipes of 1B to 70B models use.
+ADAPTER_TOKENS, FULL_TOKENS, CPU_TOKENS = 32_768, 131_072, 4_096
+FEWEST_STEPS = 20  # of an epoch, before a batch is made smaller
+_LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+_DEFAULT_LENGTH = 2048
+
+
+class _Choices:
+    """Collects decisions with their reasons."""
+
+    def __init__(self) -> None:
+        self.made: list[Choice] = []
+
+    def auto(self, key: str, asked: Any, value: Any, why: str) -> Any:
+        """`value` where `auto` was asked; what was asked otherwise."""
+        if asked != "auto":
+            return asked
+        self.made.append(Choice(key, str(value), why))
+        return value
+
+
+def resolve(
+    recipe: Recipe, shape: ModelShape, offer: Offer, data: DataFacts | None = None
+) -> tuple[Recipe, Plan]:
+    """Decide every `auto` of `recipe` for `shape` on `offer`.
+
+    Keys that a person wrote are kept as they are; whether the result fits is in the plan's verdict. Raises
+    RecipeError for a batch that cannot be divided, RuleError for a device that is not there.
+    """
+    data = data or DataFacts()
+    made = _Choices()
+    device, ranks = _device(recipe, offer, made)
+    length = _length(recipe, shape, data, made)
+    precision = _precision(recipe, offer, device, made)
+    optimizer = _optimizer(recipe, shape, made)
+    sequences = data.sequences(length)
+    draft = Stack(
+        method=recipe.method,
+        world_size=ranks,
+        gpus_per_node=min(ranks, offer.gpus_per_node),
+        sequence_length=length,
+        precision=precision,
+        master_weights=recipe.optimizer.master_weights,
+        optimizer=recipe.optimizer.name,
+        clip_gradients=recipe.optimizer.max_grad_norm is not None,
+        attention="sdpa" if recipe.model.attention == "auto" else recipe.model.attention,
+        loss=made.auto("training.loss", recipe.training.loss, "chunked",
+                       "the same loss with logits of a few tokens at a time"),
+        compile=recipe.training.compile,
+        lora_rank=recipe.lora.rank,
+        lora_targets=recipe.lora.targets,
+        lora_dropout=recipe.lora.dropout,
+        dora=recipe.lora.dora,
+        double_quantization=recipe.quantization.double_quantization,
+        device=device,
+    )  # fmt: skip
+    batch = _global_batch(recipe, draft, sequences, made)
+    stack = _choose_stack(recipe, shape, offer, draft, batch, made)
+    steps = planned_steps(
+        sequences, stack.global_batch_size, recipe.training.epochs, recipe.training.max_steps
+    )
+    filled = _fill(recipe, stack, steps, optimizer, data, made)
+    plan = Plan(
+        shape=shape,
+        offer=offer,
+        stack=stack,
+        memory=estimate_memory(shape, stack),
+        speed=estimate_speed(shape, offer.gpu, stack),
+        capacity_bytes=offer.gpu.usable_bytes,
+        steps=steps,
+        choices=tuple(made.made),
+        notes=(*shape.notes, *offer.notes),
+    )
+    return filled, plan
+
+
+def _device(recipe: Recipe, offer: Offer, made: _Choices) -> tuple[Any, int]:
+    here = offer.gpu.kind
+    device = made.auto("engine.device", recipe.engine.device, here, f"the best there is: {offer.gpu.name}")
+    if device != here and device != "cpu":
+        raise RuleError(
+            f"engine.device is {device}, but the plan is for {offer.name}",
+            "that device is not there",
+            f"set engine.device: {here}, or leave it on auto",
+        )
+    ranks = offer.count if here == "cuda" and device == here else 1
+    ranks = made.auto("engine.processes", recipe.engine.processes, ranks, "one rank per device")
+    if device == "cuda" and ranks > offer.count:
+        raise RuleError(
+            f"engine.processes is {ranks}, but there are {offer.count} GPUs",
+            "every rank needs a GPU of its own",
+            f"set engine.processes: {offer.count}",
+        )
+    if recipe.engine.name == "single" and ranks > 1:
+        if recipe.engine.processes == "auto":
+            made.made[-1] = Choice("engine.processes", "1", "engine single is one rank")
+            return device, 1
+        raise RuleError(
+            f"engine single with {ranks} processes", "it is one rank on one device",
+            "set engine.name: auto, ddp, fsdp2 or deepspeed",
+        )  # fmt: skip
+    return device, ranks
+
+
+def _length(recipe: Recipe, shape: ModelShape, data: DataFacts, made: _Choices) -> int:
+    limit = shape.max_position_embeddings
+    if data.longest_tokens:
+        fitting = [n for n in _LENGTHS if n >= min(data.longest_tokens, limit)]
+        length = min(fitting[0] if fitting else _LENGTHS[-1], limit)
+        why = f"holds the longest row ({data.longest_tokens:,} tokens)"
+        if data.longest_tokens > limit:
+            why = f"the model was built for {limit:,}; longer rows are cut (data.overlong)"
+    else:
+        length, why = min(_DEFAULT_LENGTH, limit), "usual for fine-tuning; the rows were not looked at"
+    return int(made.auto("data.sequence_length", recipe.data.sequence_length, length, why))
+
+
+def _precision(recipe: Recipe, offer: Offer, device: str, made: _Choices) -> Any:
+    if device == "cpu":
+        value, why = "fp32", "processors train faster in fp32"
+    elif offer.gpu.has_bf16:
+        value, why = "bf16", "half the memory, and this device has it; fp32 master weights keep it exact"
+    else:
+        value, why = "fp32", f"{offer.gpu.name} has no bf16"
+    return made.auto("training.precision", recipe.training.precision, value, why)
+
+
+def _optimizer(recipe: Recipe, shape: ModelShape, made: _Choices) -> float:
+    full = recipe.method == "full"
+    rate = FULL_RATE if full else ADAPTER_RATE
+    why = "usual for training all weights" if full else "usual for adapters"
+    return float(made.auto("optimizer.learning_rate", recipe.optimizer.learning_rate, rate, why))
+
+
+def _global_batch(recipe: Recipe, draft: Stack, sequences: int | None, made: _Choices) -> int:
+    """Sequences per step, a multiple of the ranks. Raises RecipeError when the person's numbers cannot be."""
+    asked, ranks = recipe.training.global_batch_size, draft.world_size
+    micro = recipe.training.micro_batch_size
+    unit = ranks * (micro if isinstance(micro, int) else 1)
+    if asked != "auto":
+        if asked % unit:
+            below, above = asked - asked % unit, asked + unit - asked % unit
+            parts = f"micro_batch_size {micro} x " if isinstance(micro, int) else ""
+            raise RecipeError(
+                f"training.global_batch_size = {asked} cannot be split over {parts}{ranks} ranks",
+                f"it must be a multiple of {unit}",
+                f"use {f'{below} or ' if below else ''}{above}",
+            )
+        return int(asked)
+    aim = CPU_TOKENS if draft.device != "cuda" else FULL_TOKENS if recipe.method == "full" else ADAPTER_TOKENS
+    wanted = max(1, aim // draft.sequence_length)
+    why = f"about {aim:,} tokens per step"
+    if sequences is not None and wanted > sequences // FEWEST_STEPS:
+        wanted = max(1, sequences // FEWEST_STEPS)
+        why = f"small data ({sequences} sequences): at least {FEWEST_STEPS} steps per epoch where possible"
+    value = max(unit, wanted - wanted % unit)
+    return int(made.auto("training.global_batch_size", asked, value, why))
+
+
+def shardings(recipe: Recipe, draft: Stack) -> Iterator[Stack]:
+    """Stacks of the engines that are asked for, or that `auto` may choose, simplest first."""
+    name, ranks = recipe.engine.name, draft.world_size
+    fsdp, deep = recipe.engine.fsdp2, recipe.engine.deepspeed
+    if name == "single" or (name == "auto" and ranks == 1):
+        yield replace(draft, sharding="single")
+        if name == "single":
+            return
+    if name == "ddp" or (name == "auto" and ranks > 1):
+        yield replace(draft, sharding="ddp")
+    if name == "fsdp2" or (name == "auto" and (ranks > 1)):
+        offload: Place = "cpu" if fsdp.cpu_offload else "none"
+        yield replace(
+            draft,
+            sharding="fsdp2",
+            dp_replicate=fsdp.dp_replicate,
+            reshard_after_forward=fsdp.reshard_after_forward,
+            offload_optimizer=offload,
+            offload_parameters=offload,
+        )
+    if name == "deepspeed":
+        sizes: dict[str, Any] = {
+            key: value
+            for key, value in (
+                ("reduce_bucket_size", deep.reduce_bucket_size),
+                ("allgather_bucket_size", deep.allgather_bucket_size),
+                ("prefetch_bucket_size", deep.prefetch_bucket_size),
+                ("param_persistence_threshold", deep.param_persistence_threshold),
+                ("max_live_parameters", deep.max_live_parameters),
+            )
+            if value != "auto"
+        }
+        yield replace(
+            draft,
+            sharding=f"zero{deep.zero_stage}",  # type: ignore[arg-type]
+            offload_optimizer=deep.offload_optimizer,
+            offload_parameters=deep.offload_parameters,
+            **sizes,
+        )
+
+
+def candidates(recipe: Recipe, draft: Stack, batch: int) -> Iterator[Stack]:
+    """Every stack that leaves the person's keys as they are."""
+    asked, kind = recipe.training.micro_batch_size, recipe.training.activation_checkpointing
+    per_rank = batch // draft.world_size
+    micros = [asked] if asked != "auto" else [m for m in range(1, 65) if per_rank % m == 0]
+    kinds: tuple[Any, ...] = ("none", "selective", "full") if kind == "auto" else (kind,)
+    for base in shardings(recipe, draft):
+        for micro in micros:
+            for checkpointing in kinds:
+                yield replace(
+                    base,
+                    micro_batch_size=micro,
+                    gradient_accumulation_steps=max(1, batch // (micro * draft.world_size)),
+                    activation_checkpointing=checkpointing,
+                )
+
+
+def _choose_stack(
+    recipe: Recipe, shape: ModelShape, offer: Offer, draft: Stack, batch: int, made: _Choices
+) -> Stack:
+    """The fastest stack that fits; of equals (3 %) the simpler engine. When none fits, the smallest."""
+    capacity = offer.gpu.usable_bytes
+    best: tuple[float, Stack] | None = None
+    least: tuple[int, Stack] | None = None
+    for stack in candidates(recipe, draft, batch):
+        memory = estimate_memory(shape, stack)
+        if least is None or memory.allocated_bytes < least[0]:
+            least = memory.allocated_bytes, stack
+        if verdict(memory, capacity) != "fits":
+            continue
+        seconds = estimate_speed(shape, offer.gpu, stack).step_seconds
+        if best is None or seconds < 0.97 * best[0]:
+            best = seconds, stack
+    if best is None and least is None:
+        raise RuleError(
+            f"engine {recipe.engine.name} cannot run on {draft.world_size} ranks",
+            "no stack is left to choose from", "set engine.name: auto",
+        )  # fmt: skip
+    stack = best[1] if best else least[1]  # type: ignore[index]
+    reason = "the fastest that fits" if best else "needs the least memory (and still does not fit)"
+    engine = "deepspeed" if stack.sharding.startswith("zero") else stack.sharding
+    why = {"single": "one rank", "ddp": "every rank can hold a copy", "fsdp2": "one copy does not fit a rank"}
+    made.auto("engine.name", recipe.engine.name, engine, why.get(engine, reason))
+    made.auto("training.micro_batch_size", recipe.training.micro_batch_size, stack.micro_batch_size, reason)
+    made.auto(
+        "training.activation_checkpointing",
+        recipe.training.activation_checkpointing,
+        stack.activation_checkpointing,
+        reason,
+    )
+    return stack
+
+
+def _fill(
+    recipe: Recipe, stack: Stack, steps: int | None, rate: float, data: DataFacts, made: _Choices
+) -> Recipe:
+    """The recipe with every decision written in."""
+    training = recipe.training
+    epochs = training.epochs
+    if epochs is None and training.max_steps is None:
+        epochs = 1.0
+        made.made.append(Choice("training.epochs", "1", "neither epochs nor max_steps is given"))
+    evaluate = made.auto("evaluation.every_steps", recipe.evaluation.every_steps, max(1, (steps or 100) // 10),
+                         "ten times in a run")  # fmt: skip
+    save = made.auto("checkpoint.every_steps", recipe.checkpoint.every_steps, max(10, (steps or 500) // 5),
+                     "five times in a run")  # fmt: skip
+    update: dict[str, Any] = {
+        "model": {"attention": stack.attention},
+        "data": {"sequence_length": stack.sequence_length},
+        "optimizer": {"learning_rate": rate},
+        "training": {
+            "epochs": epochs,
+            "global_batch_size": stack.global_batch_size,
+            "micro_batch_size": stack.micro_batch_size,
+            "precision": stack.precision,
+            "activation_checkpointing": stack.activation_checkpointing,
+            "loss": stack.loss,
+        },
+        "engine": {
+            "name": "deepspeed" if stack.sharding.startswith("zero") else stack.sharding,
+            "device": stack.device,
+            "processes": stack.world_size,
+            "deepspeed": _buckets(recipe, stack),
+        },
+        "evaluation": {"every_steps": evaluate},
+        "checkpoint": {"every_steps": save},
+    }
+    if recipe.data.validation == "auto" and data.rows is not None:
+        held = 0 if data.rows < 20 else min(200, max(1, data.rows * 5 // 100))
+        update["data"]["validation"] = made.auto(
+            "data.validation", "auto", held, "5 % of the rows, at most 200"
+        )
+    return _updated(recipe, update)
+
+
+def _buckets(recipe: Recipe, stack: Stack) -> Any:
+    names: tuple[str, ...] = ("reduce_bucket_size", "allgather_bucket_size", "prefetch_bucket_size")
+    names += ("param_persistence_threshold", "max_live_parameters")
+    section = recipe.engine.deepspeed
+    return {name: getattr(stack, name) for name in names if getattr(section, name) == "auto"}
+
+
+def _updated(section: Any, changes: dict[str, Any]) -> Any:
+    """A frozen pydantic section with nested changes."""
+    values = {
+        key: _updated(getattr(section, key), value) if isinstance(value, dict) else value
+        for key, value in changes.items()
+    }
+    return section.model_copy(update=values)
