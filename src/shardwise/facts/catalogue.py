@@ -24,6 +24,35 @@ def known_models() -> list[str]:
     return [record["id"] for record in _records().values()]
 
 
+_ENDINGS = ("-hf", "-base", "-instruct", "-chat", "-it", "-pt")
+
+
+def _loose(name: str) -> str:
+    """How people write a model's name in a table: no owner, no ending, no 'meta-'."""
+    text = name.casefold().rsplit("/", 1)[-1].replace("_", ".").removeprefix("meta-")
+    for ending in _ENDINGS:
+        text = text.removesuffix(ending)
+    return text
+
+
+@cache
+def _by_loose_name() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for record in _records().values():
+        for each in (record["id"], *record.get("names", ())):
+            found.setdefault(_loose(each), record)
+    return found
+
+
+def named_shape(name: str) -> ModelShape | None:
+    """The shape of a model as tables and papers name it ('Llama-2-7B', 'GPT-2-124M'); None: not known."""
+    exact = catalogue_shape(name)
+    if exact is not None:
+        return exact
+    record = _by_loose_name().get(_loose(name))
+    return None if record is None else shape_from_config(record["config"], record["id"])
+
+
 def catalogue_shape(name: str) -> ModelShape | None:
     """The shape of a known hub id, in any case, or of its last part alone; None when it is not known."""
     records = _records()
