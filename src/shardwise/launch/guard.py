@@ -13,7 +13,7 @@ PR_SET_PDEATHSIG = 1  # prctl(2): the signal this process gets when the thread t
 
 
 def bind(launcher: int) -> None:
-    """Linux kills this process when the launcher dies, also by `kill -9`; kept over exec. Elsewhere: no bond."""
+    """Linux kills us when the launcher dies, also by `kill -9`; kept over exec. No bond elsewhere."""
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -107,7 +107,7 @@ def start(
     """Run `command` as `processes` ranks and wait for their end.
 
     Each rank gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun
-    sets them, a process group of its own, and `logs`/rank-N.log. What rank 0 writes is also copied to `output`
+    sets them, a process group of its own, and `logs`/rank-N.log. What rank 0 writes is copied to `output` too
     (standard error when None), through a pseudo-terminal when that is one. SIGINT and SIGTERM are passed on
     once, so that the ranks can save and stop; a second one ends them at once. When one rank dies, the others
     are ended within seconds. No rank survives the launcher (on Linux, not even its `kill -9`).

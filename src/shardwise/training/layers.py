@@ -1,0 +1,17 @@
+"""Where a model's decoder layers are: what is sharded, compiled and counted one by one."""
+
+from torch import nn
+
+from shardwise.training.model import LossModel
+
+
+def decoder_layers(module: LossModel) -> list[nn.Module]:
+    """The layers of the decoder stack, in order: its longest list of modules, under whatever name."""
+    lists = [m for m in module.decoder().children() if isinstance(m, nn.ModuleList)]
+    return list(max(lists, key=len)) if lists else []
+
+
+def compile_layers(module: LossModel) -> None:
+    """torch.compile of each layer by itself: one compilation serves all layers of one shape."""
+    for layer in decoder_layers(module):
+        layer.compile()
