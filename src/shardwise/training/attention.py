@@ -34,7 +34,13 @@ def document_attention(
 
     Without `document_lengths` (generation) the row is one document; queries then are the last ones of the keys.
     """
-    options = {"scaling": scaling, "dropout": dropout, "window": sliding_window, "softcap": softcap, "sink": s_aux}
+    options = {
+        "scaling": scaling,
+        "dropout": dropout,
+        "window": sliding_window,
+        "softcap": softcap,
+        "sink": s_aux,
+    }
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     if document_lengths is None or len(document_lengths) == 1:
         out = _attend(query, key, value, bool(causal), **options)
@@ -60,7 +66,7 @@ def _attend(
 ) -> torch.Tensor:
     """One document: (B, N, S, D) out."""
     S, L = query.shape[2], key.shape[2]
-    masked = window is not None and window < L or 1 < S < L
+    masked = (window is not None and window < L) or 1 < S < L
     mask = _band(S, L, window, query.device) if masked and causal else None
     if softcap is not None or sink is not None:  # no fused kernel has these
         return _written_out(query, key, value, causal, mask, scaling, softcap, sink)

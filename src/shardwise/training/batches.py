@@ -5,11 +5,13 @@ T tokens of all documents one after the other, N of them with a label to predict
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from shardwise.data import Rows
+if TYPE_CHECKING:
+    from shardwise.data import Rows
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class MicroBatch:
         )
 
 
-def pack(rows: Rows, bins: Sequence[Sequence[int]]) -> MicroBatch:
+def pack(rows: "Rows", bins: Sequence[Sequence[int]]) -> MicroBatch:
     """The rows of some bins as one micro-batch.
 
     No bins: a rank without work still takes part in every collective, with one token and no label.

@@ -64,6 +64,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(grad, weight_VH, out=grad_hidden[start : start + step])
             if grad_weight is not None:
                 grad_weight += grad.T @ hidden
+            del logits, grad  # or the next chunk's logits come on top of these
         ctx.weight_dtype = weight_VH.dtype
         ctx.save_for_backward(grad_hidden, grad_weight)
         return total

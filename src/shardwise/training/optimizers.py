@@ -161,8 +161,42 @@ class Updater:
         for p in (*self.params, *self.masters):
             p.grad = None
 
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        """What this object keeps, by memory term."""
+        own = {id(p) for p in self.params}
+        return {
+            "master_weights": [m for m in self.masters if id(m) not in own],
+            "gradients": [p.grad for p in (*self.params, *self.masters) if p.grad is not None],
+            "optimizer": [
+                value
+                for optimizer in self.optimizers
+                for entries in optimizer.state.values()
+                for value in entries.values()
+                if isinstance(value, torch.Tensor)
+            ],
+        }
+
+    @torch.no_grad()
+    def initialise(self) -> None:
+        """Make optimizer states that do not exist yet, by a step of length 0 on gradients of 0."""
+        for bucket, optimizer in zip(self.buckets, self.optimizers, strict=True):
+            if optimizer.state:
+                continue
+            before = [self.masters[i].grad for i in bucket]
+            for i in bucket:
+                self.masters[i].grad = torch.zeros_like(self.masters[i])
+            rates = [group["lr"] for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group["lr"] = 0.0
+            optimizer.step()
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+            for i, grad in zip(bucket, before, strict=True):
+                self.masters[i].grad = grad
+
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
-        """Parameter name -> its optimizer state (exp_avg, exp_avg_sq, step ...)."""
+        """Parameter name -> its optimizer state (exp_avg, exp_avg_sq, step ...), made if there is none yet."""
+        self.initialise()
         return {
             self.names[i]: dict(optimizer.state.get(self.masters[i], {}))
             for bucket, optimizer in zip(self.buckets, self.optimizers, strict=True)

@@ -8,7 +8,17 @@ from shardwise.recipe.schema import Lora
 from shardwise.training.optimizers import is_matrix
 
 # Projections of attention blocks, over the families transformers knows.
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "out_proj", "dense", "query_key_value", "c_attn")
+ATTENTION = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "qkv_proj",
+    "out_proj",
+    "dense",
+    "query_key_value",
+    "c_attn",
+)
 
 
 def adapt(model: nn.Module, lora: Lora, seed: int) -> PeftModel:

@@ -6,7 +6,7 @@ over ranks of scaled gradients (libraries that average over ranks are given the 
 engine and every world size takes the same step.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -61,6 +61,7 @@ class Engine(Protocol):
         """Everything to continue from, as a torch.distributed.checkpoint state dict, keyed by parameter name:
 
         {"weights": {name: tensor}, "optimizer": {name: {"exp_avg": tensor, ...}}}, tensors whole or DTensor.
+        Complete before the first step too: optimizer states are made if they do not exist yet.
         """
         ...
 
@@ -70,6 +71,10 @@ class Engine(Protocol):
 
     def facts(self) -> dict[str, Any]:
         """What is really live: engine class, stage, dtypes, world size, quantisation. Compared with the recipe."""
+        ...
+
+    def tensors(self) -> Mapping[str, Sequence[torch.Tensor]]:
+        """Long-lived tensors on this rank by memory term: weights, master_weights, gradients, optimizer, engine."""
         ...
 
     def gathered(self) -> Any:

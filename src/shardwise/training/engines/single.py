@@ -1,6 +1,6 @@
 """One process, one device, no wrapper: the reference that every other engine is compared with."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -60,6 +60,10 @@ class SingleEngine:
             "optimizer_dtype": str(self.updater.masters[0].dtype),
             "optimizer": type(self.updater.optimizers[0]).__name__,
         }
+
+    def tensors(self) -> Mapping[str, Sequence[torch.Tensor]]:
+        module = self.module
+        return {"weights": [*module.parameters(), *module.buffers()], **self.updater.tensors()}
 
     def gathered(self) -> Any:
         return nullcontext()

@@ -1,0 +1,88 @@
+"""`shardwise train`: run a recipe."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from shardwise.launch.job import Job
+    from shardwise.recipe import Recipe
+    from shardwise.runs import RunFolder
+
+
+@click.command()
+@click.argument("recipe_path", metavar="RECIPE.yaml", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Change one key, e.g. --set lora.rank=8."
+)
+@click.option("--dry-run", is_flag=True, help="Check and plan everything, print it, start nothing.")
+@click.option(
+    "--resume", metavar="RUN", help="Continue this run (name, path or 'latest') from its newest checkpoint."
+)
+@click.option("--folder", default="runs", show_default=True, help="Where --resume looks for run folders.")
+def train(
+    recipe_path: Path | None, settings: tuple[str, ...], dry_run: bool, resume: str | None, folder: str
+) -> None:
+    """Run RECIPE.yaml on this machine: plan, train, measure, report."""
+    from shardwise.recipe import load_recipe, parse_recipe
+    from shardwise.runs import open_run
+
+    if (recipe_path is None) == (resume is None):
+        raise click.UsageError("give either a RECIPE.yaml or --resume RUN")
+    run = None
+    if resume is not None:
+        run = open_run(resume, folder)
+        if not run.checkpoints():
+            raise click.UsageError(f"run '{run.name}' has no complete checkpoint to resume from")
+        if settings:
+            raise click.UsageError(
+                "--set cannot change a run that is resumed: its recipe is part of its state"
+            )
+        recipe = parse_recipe(run.recipe_text(), str(run.recipe_path))
+    else:
+        assert recipe_path is not None
+        recipe = load_recipe(recipe_path, settings)
+    job = decide_and_show(recipe)
+    if dry_run:
+        click.echo("dry run: nothing was started")
+        return
+    run_and_report(job, run)
+
+
+def decide_and_show(recipe: "Recipe") -> "Job":
+    """Prepare and plan a recipe, and print rows and plan."""
+    from rich.console import Console
+
+    from shardwise.launch.job import decide
+    from shardwise.report.plan_text import print_plan
+
+    errors = Console(stderr=True, highlight=False)
+    with errors.status("reading the model and preparing rows ...") as status:
+
+        def progress(what: str, done: int, total: int | None) -> None:
+            status.update(f"{what}: {done:,}" + (f" of {total:,}" if total else ""))
+
+        job = decide(recipe, progress)
+    console = Console(highlight=False)
+    console.print(job.prepared.report.one_line(), style="dim")
+    print_plan(console, job.plan)
+    return job
+
+
+def run_and_report(job: "Job", run: "RunFolder | None" = None) -> "RunFolder":
+    """Start the ranks; at the end print estimate against measurement and write report.html."""
+    from rich.console import Console
+
+    from shardwise.launch.job import execute
+    from shardwise.report.plan_text import plan_json
+    from shardwise.report.run_html import run_html
+    from shardwise.report.run_text import print_run
+    from shardwise.report.run_view import view_run
+    from shardwise.runs.jsonfile import write_text
+
+    done = execute(job, plan_json(job.plan), run)
+    view: Any = view_run(done)
+    write_text(done.report_path, run_html(view))
+    print_run(Console(highlight=False), view)
+    return done

@@ -1,0 +1,184 @@
+"""From a recipe to a finished run: check it, prepare its rows, decide it, start its ranks, write what came out."""
+
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.data import Prepared, make_order, prepare
+from shardwise.errors import Interrupted, OutOfMemoryError, RunError, ShardwiseError, UsageError
+from shardwise.facts.download import local_folder
+from shardwise.facts.machine import as_offer
+from shardwise.facts.model import ModelShape, read_model
+from shardwise.launch.local import Failure, start
+from shardwise.plan.model import DataFacts, Plan
+from shardwise.plan.resolve import resolve
+from shardwise.recipe import Recipe, dump_recipe
+from shardwise.rules import check
+from shardwise.runs import RunFolder, create_run
+
+Progress = Callable[[str, int, int | None], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A decided run that has not started: nothing has been written but the cache of prepared rows."""
+
+    recipe: Recipe
+    plan: Plan
+    shape: ModelShape
+    prepared: Prepared
+    folder: Path
+
+
+def decide(recipe: Recipe, progress: Progress | None = None) -> Job:
+    """Check everything that can be checked before a run folder exists.
+
+    Raises the UsageError family: model, data, rules, and a plan that does not fit this machine.
+    """
+    folder = local_folder(recipe.model.source, recipe.model.revision)
+    shape = read_model(str(folder))
+    check(recipe, shape)
+    prepared = prepare_rows(recipe, folder, shape, progress)
+    offer = as_offer("cpu" if recipe.engine.device == "cpu" else None)
+    decided, plan = resolve(recipe, shape, offer, facts_of(prepared, recipe))
+    if decided.data != recipe.data:
+        prepared = prepare_rows(decided, folder, shape, None)
+    check(decided, shape)
+    return Job(decided, plan, shape, prepared, folder)
+
+
+def prepare_rows(recipe: Recipe, folder: Path, shape: ModelShape, progress: Progress | None) -> Prepared:
+    """The recipe's rows as token ids and labels, from the cache where they are there already."""
+    return prepare(
+        recipe.data,
+        folder,
+        revision=recipe.model.revision,
+        chat_template=recipe.model.chat_template,
+        max_length=shape.max_position_embeddings,
+        vocabulary=shape.vocab_size,
+        seed=recipe.training.seed,
+        progress=progress,
+    )
+
+
+def facts_of(prepared: Prepared, recipe: Recipe) -> DataFacts:
+    """What the planner needs to know about prepared rows; sequences are counted by packing them."""
+
+    def sequences_at(length: int) -> int:
+        order = make_order(
+            prepared.train,
+            sequence_length=length,
+            packing=recipe.data.packing,
+            global_batch_size=1,
+            epochs=1.0,
+            max_steps=None,
+            seed=recipe.training.seed,
+        )
+        return order.steps
+
+    lengths = prepared.train.lengths
+    return DataFacts(
+        tokens=int(lengths.sum()),
+        rows=len(prepared.train),
+        longest_tokens=int(lengths.max()),
+        sequences_at=sequences_at,
+        name=", ".join(s.path for s in recipe.data.train),
+    )
+
+
+def execute(job: Job, plan_json: Mapping[str, Any], run: RunFolder | None = None) -> RunFolder:
+    """Start the ranks of a job and wait; with `run`, continue it from its newest checkpoint.
+
+    The run folder holds the resolved recipe, the plan, events, checkpoints, the result and a summary. Raises
+    RunError when a rank failed, Interrupted (exit 75) when the run stopped on request with its state saved.
+    """
+    resume = run is not None
+    if run is None:
+        kind = f"{Path(job.recipe.model.source).name.lower()}-{job.recipe.method}"
+        recipe = job.recipe.model_copy(
+            update={"model": job.recipe.model.model_copy(update={"source": str(job.folder.resolve())})}
+        )
+        text = dump_recipe(recipe, comment="the resolved recipe of this run: every default written out")
+        run = create_run(Path(job.recipe.run.folder), job.recipe.run.name, text, plan_json, default_name=kind)
+    else:
+        run.acquire()
+        run.status("running")
+    processes = job.recipe.engine.processes
+    assert processes != "auto"
+    command = [
+        sys.executable,
+        "-m",
+        "shardwise.training.main",
+        str(run.path),
+        *(["--resume"] if resume else []),
+    ]
+    try:
+        outcome = start(command, processes, run.logs_path)
+        return _finish(run, job, outcome.exit_code, outcome.failure)
+    except BaseException as problem:
+        if run.path.exists() and run.read_status().state == "running":
+            code = problem.exit_code if isinstance(problem, ShardwiseError) else 1
+            run.status(
+                "failed", str(problem).splitlines()[0] if str(problem) else type(problem).__name__, code
+            )
+        raise
+    finally:
+        with suppress(OSError):
+            run.release()
+
+
+def _finish(run: RunFolder, job: Job, exit_code: int, failure: Failure | None) -> RunFolder:
+    if exit_code == 0:
+        _add_estimate(run, job.plan)
+        run.status("done", "", 0)
+        run.event("end", state="done")
+        return run
+    if exit_code == Interrupted.exit_code:
+        run.status("interrupted", "stopped on request, state saved", exit_code)
+        run.event("end", state="interrupted", reason="stopped on request")
+        raise Interrupted(
+            f"run {run.name} was stopped; its state is saved in {run.checkpoints_path}",
+            "a stop was asked for (Ctrl-C or SIGTERM)",
+            f"continue with: shardwise train --resume {run.path}",
+        )
+    reason = failure.reason if failure else f"exit code {exit_code}"
+    if exit_code == UsageError.exit_code and not run.checkpoints():
+        tail = "\n".join(failure.tail) if failure else ""
+        run.discard()
+        raise _Refused(tail or reason)
+    run.status("failed", reason, exit_code)
+    run.event("end", state="failed", reason=reason)
+    kept = run.checkpoints()
+    hint = f"continue with: shardwise train --resume {run.path}" if kept else f"read {run.logs_path}"
+    kind = OutOfMemoryError if failure and failure.out_of_memory else RunError
+    raise kind(
+        f"run {run.name} failed: {reason}", f"the log is {failure.log if failure else run.logs_path}", hint
+    )
+
+
+class _Refused(UsageError):
+    """A rank refused the recipe before the first step and has printed why."""
+
+    def __str__(self) -> str:
+        return "error: the run was refused before it started; nothing was left behind"
+
+
+def _add_estimate(run: RunFolder, plan: Plan) -> None:
+    """Put the plan's numbers beside the measured ones."""
+    summary = run.summary()
+    if summary is None:
+        return
+    estimate = {
+        "peak_allocated_bytes": plan.memory.allocated_bytes,
+        "low_bytes": plan.memory.low_bytes,
+        "high_bytes": plan.memory.high_bytes,
+        "terms": [
+            {"name": t.name, "bytes": t.bytes, "formula": t.formula} for t in plan.memory.terms
+        ],
+        "seconds": plan.seconds,
+        "tokens_per_second_per_gpu": plan.speed.tokens_per_second_per_gpu,
+    }  # fmt: skip
+    run.write_summary({**summary.model_dump(), "estimate": estimate})

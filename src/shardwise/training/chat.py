@@ -1,0 +1,75 @@
+"""A conversation with a run's model on the terminal: `python -m shardwise.training.chat RUN_FOLDER LIMIT ...`."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.data import load_tokenizer, render_prompt
+from shardwise.errors import ShardwiseError
+from shardwise.recipe import parse_recipe
+from shardwise.runs import RunFolder
+from shardwise.training.model import ModelFolder
+
+
+def load(run: RunFolder, base: bool) -> tuple[Any, ModelFolder]:
+    """The run's model (or its base), ready to generate, and the folder of its base."""
+    recipe = parse_recipe(run.recipe_text(), str(run.recipe_path))
+    folder = ModelFolder(Path(recipe.model.source), recipe)
+    if not base and run.model_path.is_dir():
+        folder = ModelFolder(run.model_path, recipe)
+    model: Any = folder.load()
+    if not base and run.adapter_path.is_dir():
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, str(run.adapter_path), autocast_adapter_dtype=False)
+    if torch.cuda.is_available():
+        model = model.to("cuda")
+    return model.eval(), folder
+
+
+def answer(
+    model: Any, folder: ModelFolder, tokenizer: Any, messages: list[dict[str, str]], limit: int
+) -> str:
+    """One greedy answer to a conversation, rendered as in training."""
+    ids = render_prompt(messages, tokenizer, folder.recipe.model.chat_template)
+    inputs = torch.tensor([list(map(int, ids))], device=next(model.parameters()).device)
+    with torch.no_grad():
+        out = model.generate(
+            input_ids=inputs,
+            attention_mask=torch.ones_like(inputs),
+            max_new_tokens=limit,
+            do_sample=False,
+            pad_token_id=tokenizer.full.eos_token_id,
+        )
+    text: str = tokenizer.full.decode(out[0, inputs.shape[1] :], skip_special_tokens=True)
+    return text.strip()
+
+
+def main(arguments: list[str]) -> int:
+    run, limit = RunFolder(Path(arguments[0])), int(arguments[1])
+    once = arguments[arguments.index("--message") + 1] if "--message" in arguments else None
+    try:
+        model, folder = load(run, "--base" in arguments)
+        tokenizer = load_tokenizer(folder.path)
+        if once is not None:
+            print(answer(model, folder, tokenizer, [{"role": "user", "content": once}], limit))
+            return 0
+        print("an empty line ends the conversation", file=sys.stderr)
+        messages: list[dict[str, str]] = []
+        while text := input("you: ").strip():
+            messages.append({"role": "user", "content": text})
+            said = answer(model, folder, tokenizer, messages, limit)
+            messages.append({"role": "assistant", "content": said})
+            print(f"model: {said}")
+    except ShardwiseError as problem:
+        print(problem, file=sys.stderr)
+        return problem.exit_code
+    except (EOFError, KeyboardInterrupt):
+        pass
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
