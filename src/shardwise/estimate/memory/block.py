@@ -1,0 +1,342 @@
+"""A transformer's forward on paper: the operations of one layer, the head and the loss, in the order torch runs them.
+
+T tokens of a micro-batch, H hidden size, N query heads, K key-value heads, D head size, F width of the MLP (or the
+experts' widths a token passes), R rank of an adapter, V vocabulary. `c` bytes per element in matrix products, `r`
+bytes per element of the residual stream (they differ when norms and embeddings are fp32).
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from shardwise.estimate.memory.paper import Paper, Sheet
+from shardwise.estimate.memory.trainer import Trainer
+from shardwise.facts.model import ModelShape
+
+_ATTENTION_OUT = ("o_proj", "out_proj", "dense", "c_proj")
+_MLP_OUT = ("down_proj", "fc2", "c_proj", "dense_4h_to_h", "output_linear")
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """One linear layer. `rank` 0: no adapter."""
+
+    name: str
+    inputs: int
+    outputs: int
+    bias: bool
+    rank: int = 0
+    quantised: bool = False
+    trained: bool = False
+
+    @property
+    def size(self) -> int:
+        return self.inputs * self.outputs
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One layer of the text model, as its forward sees it."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    attention_in: tuple[Matrix, ...]
+    attention_out: Matrix
+    mlp_in: tuple[Matrix, ...]
+    mlp_out: Matrix | None
+    gated: bool
+    norms: int
+    layer_norm: bool
+    head_norms: bool
+    parallel: bool
+    experts: int
+    experts_per_token: int
+    expert_width: int
+    expert_parameters: int
+    parameters: int
+    trained: bool
+
+
+@lru_cache(maxsize=512)
+def block_of(shape: ModelShape, method: str, rank: int, targets: str | tuple[str, ...]) -> Block:
+    """The layer that most layers of `shape` are like, with adapters where `targets` puts them."""
+    adapted = {t.name for t in shape.adapted(targets)} if method != "full" else set()
+    biases = {t.name.removesuffix(".bias") for t in shape.tensors if t.kind == "bias"}
+    matrices: dict[str, list[Matrix]] = {"attention": [], "mlp": []}
+    half = shape.num_hidden_layers / 2
+    for t in shape.tensors:
+        if t.kind != "linear" or not t.per_layer or t.part != "text" or t.count < half:
+            continue
+        stem = t.name.removesuffix(".weight")
+        place = "attention" if "attn" in stem or "attention" in stem else "mlp"
+        outputs, inputs = t.shape[0], t.shape[1]
+        matrices[place].append(
+            Matrix(
+                t.module,
+                inputs,
+                outputs,
+                stem in biases,
+                rank if t.name in adapted else 0,
+                method == "qlora",
+                method == "full",
+            )
+        )
+    attention, mlp = matrices["attention"], matrices["mlp"]
+    block_norms = [t for t in shape.tensors if t.kind == "norm" and t.per_layer and t.part == "text"]
+    hidden = [t for t in block_norms if t.shape == (shape.hidden_size,) and "attn.q" not in t.name]
+    experts = [t for t in shape.tensors if t.kind == "expert" and t.count >= half]
+    width = shape.moe_intermediate_size or shape.intermediate_size
+    return Block(
+        hidden=shape.hidden_size,
+        heads=shape.num_attention_heads,
+        kv_heads=shape.num_key_value_heads,
+        head_dim=shape.head_dim,
+        attention_in=tuple(m for m in attention if m.name not in _ATTENTION_OUT),
+        attention_out=next(m for m in attention if m.name in _ATTENTION_OUT),
+        mlp_in=tuple(m for m in mlp if m.name not in _MLP_OUT and m.outputs > 1),
+        mlp_out=next((m for m in mlp if m.name in _MLP_OUT), None),
+        gated=shape.mlp == "gated",
+        norms=max(1, round(sum(t.count for t in hidden) / shape.num_hidden_layers)) if hidden else 2,
+        layer_norm=any(t.kind == "bias" and ("norm" in t.name or ".ln_" in t.name) for t in shape.tensors),
+        head_norms=any(t.kind == "norm" and t.shape == (shape.head_dim,) for t in block_norms),
+        parallel=len(hidden) == 1 or shape.model_type in ("gpt_neox", "falcon", "phi"),
+        experts=shape.num_experts if experts else 0,
+        experts_per_token=shape.experts_per_token,
+        expert_width=width,
+        expert_parameters=sum(t.size for t in experts),
+        parameters=shape.layer_parameters,
+        trained=method == "full",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Widths:
+    """Bytes per element of what a forward handles."""
+
+    compute: int  # matrix products
+    residual: int  # the stream between layers
+    weight: int  # resident weights, and their gradients
+    adapter: int  # adapters as the forward sees them
+    adapter_stored: int  # adapters as they are kept (differs under autocast)
+
+
+class Forward:
+    """Plays layers on a sheet."""
+
+    def __init__(
+        self, sheet: Sheet, block: Block, trainer: Trainer, widths: Widths, tokens: int, attention: str
+    ) -> None:
+        self.sheet, self.block, self.trainer, self.w = sheet, block, trainer, widths
+        self.tokens, self.attention = tokens, attention
+        self.copies_groups = attention == "math"
+        self.layer_name = ""
+
+    # Single operations
+
+    def linear(self, x: Paper, m: Matrix) -> Paper:
+        """x @ W.T (+ b), and the adapter's low-rank update where there is one."""
+        sheet, w, tokens = self.sheet, self.w, self.tokens
+        cast = x.bytes != tokens * m.inputs * w.compute
+        source = sheet.op(tokens * m.inputs * w.compute, [x]) if cast else x
+        weights = [(f"{self.layer_name}{m.name}", m.size * w.weight)] if m.trained else []
+        base = sheet.op(
+            tokens * m.outputs * w.compute,
+            [source],
+            [source] if m.trained else [],
+            weights=weights,
+            scratch=m.size * w.compute if m.quantised else 0,
+            backward_scratch=m.size * w.compute if m.quantised else 0,
+        )
+        if cast:
+            sheet.drop(source)
+        return self._adapter(x, base, m) if m.rank else base
+
+    def _adapter(self, x: Paper, base: Paper, m: Matrix) -> Paper:
+        """PEFT's LoRA: base + B(A(x)) * scale; with fp32 adapters the input is cast up for each of them."""
+        sheet, tokens, a = self.sheet, self.tokens, self.w.adapter
+        stored, name = self.w.adapter_stored, f"{self.layer_name}{m.name}"
+        if m.quantised:  # PEFT copies the 4-bit layer's result before adding to it
+            copy = sheet.op(base.bytes, [base])
+            sheet.drop(base)
+            base = copy
+        cast = x.bytes != tokens * m.inputs * a
+        source = sheet.op(tokens * m.inputs * a, [x]) if cast else x
+        down = sheet.op(
+            tokens * m.rank * a, [source], [source], weights=[(name + ".A", m.inputs * m.rank * stored)]
+        )
+        up = sheet.op(
+            tokens * m.outputs * a, [down], [down], weights=[(name + ".B", m.outputs * m.rank * stored)]
+        )
+        sheet.drop(down)
+        scaled = sheet.op(up.bytes, [up])
+        sheet.drop(up)
+        total = sheet.op(max(scaled.bytes, base.bytes), [base, scaled], alias=True)
+        sheet.drop(base, scaled)
+        if cast:
+            sheet.drop(source)
+        if total.bytes != tokens * m.outputs * self.w.compute:
+            result = sheet.op(tokens * m.outputs * self.w.compute, [total])
+            sheet.drop(total)
+            return result
+        return total
+
+    def norm(self, x: Paper, width: int, rows: int, name: str) -> Paper:
+        """RMS norm as transformers writes it (fp32 inside), or one fused kernel; layer norm is always fused."""
+        sheet, block = self.sheet, self.block
+        trained = [(f"{self.layer_name}{name}", width * self.w.weight)] if block.trained else []
+        full, out = rows * width * 4, rows * width * (x.bytes // (rows * width))
+        if block.layer_norm or self.trainer.norm == "fused":
+            stats = sheet.new(rows * (8 if block.layer_norm else 4))
+            y = sheet.op(out, [x], [x, stats], weights=trained)
+            sheet.drop(stats)
+            return y
+        upcast = x if x.bytes == full else sheet.op(full, [x])
+        sheet.flash(full)  # squares, before their mean
+        rms = sheet.new(rows * 4)
+        scaled = sheet.op(full, [upcast], [upcast, rms], backward_scratch=full)
+        sheet.drop(rms)
+        if upcast is not x:
+            sheet.drop(upcast)
+        low = scaled if out == full else sheet.op(out, [scaled])
+        y = sheet.op(out, [low], [low] if trained else [], weights=trained)
+        if low is not scaled:
+            sheet.drop(scaled)
+        sheet.drop(low)
+        return y
+
+    def attend(self, q: Paper, k: Paper, v: Paper) -> Paper:
+        """Scaled dot-product attention: flash keeps q, k, v, the output and one fp32 per head and token."""
+        sheet, b, tokens = self.sheet, self.block, self.tokens
+        size = tokens * b.heads * b.head_dim * self.w.compute
+        lse = sheet.new(tokens * b.heads * 4)
+        out = sheet.op(size, [q, k, v], [q, k, v, lse], save_output=True)
+        sheet.drop(lse)
+        if self.trainer.splits_documents:  # one output per document, then all in a row
+            whole = sheet.op(size, [out])
+            sheet.drop(out)
+            return whole
+        return out
+
+    # Parts of a layer
+
+    def self_attention(self, x: Paper) -> Paper:
+        sheet, b, tokens, c = self.sheet, self.block, self.tokens, self.w.compute
+        parts = [self.linear(x, m) for m in b.attention_in]
+        if len(parts) == 3:
+            q, k, v = parts
+        else:  # one fused matrix; its parts are views until rotary embeddings copy q and k
+            q = sheet.op(tokens * b.heads * b.head_dim * c, parts)
+            k = sheet.op(tokens * b.kv_heads * b.head_dim * c, parts)
+            v = parts[-1]
+            sheet.drop(*parts[:-1])
+        if b.head_norms:
+            for name, t, heads in (("q_norm", q, b.heads), ("k_norm", k, b.kv_heads)):
+                normed = self.norm(t, b.head_dim, tokens * heads, name)
+                sheet.drop(t)
+                if name == "q_norm":
+                    q = normed
+                else:
+                    k = normed
+        if len(parts) == 3:
+            turned = [sheet.op(t.bytes, [t], scratch=2 * t.bytes, backward_early=2 * t.bytes) for t in (q, k)]
+            sheet.drop(q, k)
+            q, k = turned
+        out = self.attend(q, k, v)
+        sheet.drop(q, k, v)
+        result = self.linear(out, b.attention_out)
+        sheet.drop(out)
+        return result
+
+    def mlp(self, x: Paper) -> Paper:
+        sheet, b = self.sheet, self.block
+        if b.experts:
+            return self._experts(x)
+        assert b.mlp_out is not None
+        c, tokens = self.w.compute, self.tokens
+        if not b.gated:
+            up = self.linear(x, b.mlp_in[0])
+            active = sheet.op(up.bytes, [up], [up])
+            sheet.drop(up)
+        else:
+            gate = self.linear(x, b.mlp_in[0])
+            width = tokens * b.mlp_out.inputs * c
+            fused = len(b.mlp_in) == 1
+            act = sheet.op(width, [gate], [gate])
+            up = gate if fused else self.linear(x, b.mlp_in[1])
+            if not fused:
+                sheet.drop(gate)
+            active = sheet.op(width, [act, up], [act, up])
+            sheet.drop(act, up)
+        out = self.linear(active, b.mlp_out)
+        sheet.drop(active)
+        return out
+
+    def _experts(self, x: Paper) -> Paper:
+        """Routed experts: every token is copied once per expert it visits; each visit passes a gated MLP."""
+        sheet, b, c = self.sheet, self.block, self.w.compute
+        rows = self.tokens * b.experts_per_token
+        name = f"{self.layer_name}experts"
+        weights = [(name, b.expert_parameters * self.w.weight)] if b.trained else []
+        sheet.flash(self.tokens * b.experts * 4)  # router probabilities
+        inputs = sheet.op(rows * b.hidden * c, [x])
+        gate_up = sheet.op(
+            rows * 2 * b.expert_width * c, [inputs], [inputs] if b.trained else [], weights=weights
+        )
+        sheet.drop(inputs)
+        act = sheet.op(rows * b.expert_width * c, [gate_up], [gate_up])
+        product = sheet.op(rows * b.expert_width * c, [act, gate_up], [act, gate_up])
+        sheet.drop(act, gate_up)
+        down = sheet.op(rows * b.hidden * c, [product], [product] if b.trained else [])
+        sheet.drop(product)
+        weighted = sheet.op(down.bytes, [down], [down])
+        sheet.drop(down)
+        out = sheet.op(x.bytes, [weighted])
+        sheet.drop(weighted)
+        if b.mlp_out is not None:  # shared experts
+            gate = self.linear(x, b.mlp_in[0])
+            width = self.tokens * b.mlp_out.inputs * c
+            act = sheet.op(width, [gate], [gate])
+            up = self.linear(x, b.mlp_in[1]) if len(b.mlp_in) > 1 else gate
+            product = sheet.op(width, [act, up], [act, up])
+            if up is not gate:
+                sheet.drop(gate)
+            sheet.drop(act, up)
+            shared = self.linear(product, b.mlp_out)
+            sheet.drop(product)
+            total = sheet.op(out.bytes, [out, shared], alias=True)
+            sheet.drop(out, shared)
+            out = total
+        return out
+
+    def layer(self, h: Paper, name: str) -> Paper:
+        """One layer; takes over the caller's reference to `h` only as long as the call lasts."""
+        sheet, b = self.sheet, self.block
+        self.layer_name = name
+        x = self.norm(h, b.hidden, self.tokens, "norm1")
+        attended = self.self_attention(x)
+        if b.parallel:
+            out = self.mlp(x)
+            sheet.drop(x)
+            mid = sheet.op(h.bytes, [attended, out], alias=True)
+            sheet.drop(attended, out)
+            total = sheet.op(h.bytes, [h, mid], alias=True)
+            sheet.drop(mid)
+            return total
+        sheet.drop(x)
+        if b.norms == 4:
+            normed = self.norm(attended, b.hidden, self.tokens, "norm1b")
+            sheet.drop(attended)
+            attended = normed
+        mid = sheet.op(h.bytes, [h, attended], alias=True)
+        sheet.drop(attended)
+        x = self.norm(mid, b.hidden, self.tokens, "norm2")
+        out = self.mlp(x)
+        sheet.drop(x)
+        if b.norms == 4:
+            normed = self.norm(out, b.hidden, self.tokens, "norm2b")
+            sheet.drop(out)
+            out = normed
+        total = sheet.op(h.bytes, [mid, out], alias=True)
+        sheet.drop(mid, out)
+        return total

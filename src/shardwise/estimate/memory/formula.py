@@ -1,0 +1,194 @@
+"""Peak memory of a training step by formula: for every model, without torch, in a millisecond.
+
+What a rank holds between steps comes from `states`; what lives during a step is played on paper (`play`). Each
+term states its formula with the numbers put in.
+"""
+
+from functools import lru_cache
+
+from shardwise.estimate.memory.block import Widths, block_of
+from shardwise.estimate.memory.fixed import fixed_bytes, reserved_bytes
+from shardwise.estimate.memory.host import disk_bytes_per_node, host_bytes_per_node
+from shardwise.estimate.memory.paper import Sheet
+from shardwise.estimate.memory.play import Around, Question, play
+from shardwise.estimate.memory.states import UPDATE_TEMPORARIES, Held, held
+from shardwise.estimate.memory.terms import PHASES, TERMS, MemoryEstimate, MemoryTerm
+from shardwise.estimate.memory.trainer import OURS, OURS_FULL_LOSS, Trainer
+from shardwise.estimate.stack import Stack
+from shardwise.facts.model import ModelShape
+
+# Families whose blocks are like those the paper step is compared with in the tests; others get a wider range.
+PROVEN = frozenset(("llama", "mistral", "qwen2", "qwen3", "smollm3", "granite"))
+NARROW, WIDE = 0.03, 0.15
+
+
+def estimate_memory(shape: ModelShape, stack: Stack, trainer: Trainer | None = None) -> MemoryEstimate:
+    """Memory of the fullest rank while `stack` trains `shape`; by our own step unless a `trainer` is given.
+
+    Ignores: unequal shards (below 0.1 %), scratch memory inside kernels other than those stated.
+    """
+    if trainer is None:
+        trainer = OURS if stack.loss == "chunked" else OURS_FULL_LOSS
+    states = held(shape, stack, trainer)
+    sheet = _play(_question(shape, stack, trainer))
+    static = states.weights + states.masters + states.optimizer + states.gradients
+    phases = {phase: static + sheet.peaks.get(phase, 0) for phase in ("forward", "loss", "backward")}
+    step_terms = _step(sheet, states, stack, trainer)
+    phases["step"] = static + sum(step_terms.values())
+    phases["load"] = static - states.gradients
+    peak_phase = max(phases, key=lambda p: phases[p])
+    moving = step_terms if peak_phase == "step" else sheet.at_peak.get(peak_phase, {})
+    allocated = phases[peak_phase]
+    spread = NARROW if shape.model_type in PROVEN and not shape.is_moe else WIDE
+    return MemoryEstimate(
+        allocated_bytes=allocated,
+        peak_phase=peak_phase,
+        phases={p: phases[p] for p in PHASES if p in phases},
+        terms=_terms(states, moving, shape, stack, trainer),
+        reserved_bytes=reserved_bytes(allocated, stack),
+        fixed_bytes=fixed_bytes(stack),
+        host_bytes_per_node=host_bytes_per_node(shape, stack, states.host),
+        disk_bytes_per_node=disk_bytes_per_node(shape, stack, states.nvme),
+        low_bytes=int(allocated * (1 - spread)),
+        high_bytes=int(allocated * (1 + spread)),
+        source="formula",
+    )
+
+
+@lru_cache(maxsize=16384)
+def _play(question: Question) -> Sheet:
+    return play(question)
+
+
+def _question(shape: ModelShape, stack: Stack, trainer: Trainer) -> Question:
+    c = 2 if stack.precision == "bf16" else 4
+    weight = trainer.weight_bytes or c
+    adapter = trainer.adapter_bytes or c
+    residual = 4 if trainer.fp32_leftovers or weight == 4 else c
+    block = block_of(shape, stack.method, stack.lora_rank, stack.lora_targets)
+    accumulates = stack.gradient_accumulation_steps > 1 or trainer.gradients_alive
+    mastered = trainer.masters and stack.master_weights and c == 2 and stack.sharding in ("single", "ddp")
+    return Question(
+        block=block,
+        layers=shape.num_hidden_layers,
+        vocabulary=shape.vocab_size,
+        tied=shape.tie_word_embeddings,
+        tokens=stack.tokens_per_micro_batch,
+        widths=Widths(c, residual, weight, c if trainer.autocast else adapter, adapter),
+        trainer=trainer,
+        checkpointing=stack.activation_checkpointing,
+        attention=stack.attention,
+        on_cpu=stack.device == "cpu",
+        hook_takes_gradients=accumulates and mastered,
+        kept_gradients=int(accumulates),
+        around=around(shape, stack, trainer),
+        softcap=shape.model_type == "gemma2",
+    )
+
+
+def around(shape: ModelShape, stack: Stack, trainer: Trainer) -> Around:
+    """What the engine adds around layers."""
+    c = 2 if stack.precision == "bf16" else 4
+    n = stack.dp_shard
+    layer = shape.layer_parameters
+    trained_layer = _trained_layer(shape, stack)
+    root = shape.total_parameters - layer * shape.num_hidden_layers - shape.vision_parameters
+    root_trained = root if stack.method == "full" else 0
+    match stack.sharding:
+        case "ddp":
+            bucket = min(25 * 2**20, c * _trained(shape, stack))
+            return Around(constant=2 * bucket)
+        case "fsdp2":
+            if n == 1:
+                return Around()
+            four = 0.516 if stack.method == "qlora" else c
+            gathered = int(layer * four)
+            return Around(
+                gathered=gathered,
+                ahead=1,
+                kept=not stack.reshard_after_forward,
+                copying=gathered,
+                reduced=4 * trained_layer,
+                shard=4 * trained_layer // n,
+                root=c * root,
+                root_shard=4 * root_trained // n,
+                root_reduced=4 * root_trained,
+            )
+        case "zero3":
+            live = min(stack.max_live_parameters, 2 * layer + root)
+            bucket = min(stack.reduce_bucket_size, _trained(shape, stack))
+            return Around(
+                constant=c * live + 2 * c * bucket + c * min(stack.prefetch_bucket_size, layer),
+                reduced=0,
+                shard=4 * trained_layer // n,
+            )
+        case "zero1" | "zero2":
+            bucket = min(stack.reduce_bucket_size, _trained(shape, stack))
+            shard = c * trained_layer // n if stack.sharding == "zero2" else None
+            return Around(constant=2 * c * bucket, shard=shard)
+    return Around()
+
+
+def _trained(shape: ModelShape, stack: Stack) -> int:
+    if stack.method == "full":
+        return shape.total_parameters
+    return shape.lora_parameters(stack.lora_rank, stack.lora_targets, stack.dora)
+
+
+def _trained_layer(shape: ModelShape, stack: Stack) -> int:
+    return (
+        shape.layer_parameters
+        if stack.method == "full"
+        else _trained(shape, stack) // shape.num_hidden_layers
+    )
+
+
+def _step(sheet: Sheet, states: Held, stack: Stack, trainer: Trainer) -> dict[str, int]:
+    """What lives, beyond `states`, at the optimizer's worst moment."""
+    temporaries = UPDATE_TEMPORARIES.get(stack.optimizer, 0.0)
+    elements = states.update_elements
+    if stack.offload_optimizer != "none":
+        return {"gradients": sheet.terms["gradients"]}
+    state = temporaries * (trainer.state_bytes / 4 if trainer.whole_step else 1) * elements
+    # Our updater turns one bucket of bf16 gradients into fp32 at a time: +4 for the copy, -2 for what it replaces.
+    copied = 2 * elements if trainer.masters and states.masters and stack.sharding in ("single", "ddp") else 0
+    if states.gradients:  # they were summed in fp32 all along
+        copied = 0
+    return {
+        "gradients": sheet.terms["gradients"] + copied,
+        "engine": sheet.terms["engine"] if stack.sharding not in ("fsdp2",) else 0,
+        "temporaries": int(state),
+        "inputs": sheet.terms["inputs"],
+    }
+
+
+def _terms(
+    states: Held, moving: dict[str, int], shape: ModelShape, stack: Stack, trainer: Trainer
+) -> tuple[MemoryTerm, ...]:
+    tokens = stack.tokens_per_micro_batch
+    words = dict(states.words)
+    checkpoint = {
+        "none": "every layer's saved tensors",
+        "full": "every layer's input and one layer's saved tensors",
+        "selective": "every layer's input and attention output, and one layer's saved tensors",
+    }[stack.activation_checkpointing]
+    words["activations"] = (
+        f"{checkpoint}: {shape.num_hidden_layers} layers x {tokens:,} tokens x hidden {shape.hidden_size}"
+    )
+    logits = min(tokens, max(16, trainer.bucket_logits // shape.vocab_size))
+    words["loss"] = (
+        f"logits of {logits:,} of {tokens:,} tokens x vocabulary {shape.vocab_size:,} at a time"
+        if trainer.loss == "fused"
+        else f"logits of {tokens:,} tokens x vocabulary {shape.vocab_size:,}, {trainer.loss}"
+    )
+    words["engine"] = f"buffers and gathered weights of {stack.sharding} over {stack.world_size} ranks"
+    words["temporaries"] = "gradients on their way, recomputed values, the optimizer's scratch"
+    words["inputs"] = f"4 x 8 B x {tokens:,} tokens: ids, positions, labels"
+    fixed = {
+        "weights": states.weights,
+        "master_weights": states.masters,
+        "optimizer": states.optimizer,
+        "gradients": states.gradients,
+    }
+    sizes = {t: fixed.get(t, 0) + moving.get(t, 0) for t in TERMS}
+    return tuple(MemoryTerm(t, sizes[t], words.get(t, "")) for t in TERMS if sizes[t])

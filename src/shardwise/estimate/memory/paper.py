@@ -1,0 +1,183 @@
+"""Autograd's bookkeeping on paper: which tensors are alive when, with sizes only.
+
+A `Sheet` plays one training step in plain Python: operations allocate their outputs, keep what their backward
+needs, and the backward pass frees it again in reverse order, as torch.autograd does (reference counts; gradients
+of shared inputs added in place when nobody else holds them). What it ignores: the contents, the time, and
+scratch memory inside one kernel unless the operation states it.
+
+It exists because a peak is a moment, not a sum: which tensors overlap is decided by this order.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from shardwise.estimate.memory.terms import TERMS
+
+
+class Paper:
+    """A tensor without contents. `grad` is the gradient being collected in the backward pass."""
+
+    __slots__ = ("bytes", "grad", "needs_grad", "refs", "term")
+
+    def __init__(self, size: int, term: str, needs_grad: bool) -> None:
+        self.bytes, self.term, self.needs_grad = size, term, needs_grad
+        self.refs = 1
+        self.grad: Paper | None = None
+
+
+class Node:
+    """One step of the backward pass.
+
+    `inputs`: (tensor, True when its gradient is the output's gradient itself, as in an addition).
+    `weights`: names and bytes of parameter gradients. `scratch`: bytes alive only while the node runs.
+    `early`: bytes that are allocated and freed before the gradients of the inputs are made.
+    """
+
+    __slots__ = ("early", "inputs", "output", "saved", "scratch", "weights")
+
+    def __init__(
+        self,
+        output: Paper,
+        inputs: Sequence[tuple[Paper, bool]],
+        saved: Sequence[Paper],
+        weights: Sequence[tuple[str, int]],
+        scratch: int,
+        early: int,
+    ) -> None:
+        self.output, self.inputs, self.saved = output, inputs, saved
+        self.weights, self.scratch, self.early = weights, scratch, early
+
+
+class Sheet:
+    """What is alive now, per term, and the highest moment of each phase."""
+
+    def __init__(self) -> None:
+        self.live = 0
+        self.terms = dict.fromkeys(TERMS, 0)
+        self.phase = "forward"
+        self.peaks: dict[str, int] = {}
+        self.at_peak: dict[str, dict[str, int]] = {}
+        self.nodes: list[Node] = []
+        self.grad_enabled = True
+        self.gradients: dict[str, int] = {}  # parameter name -> bytes of its .grad
+        self.drop_weight_gradients = False  # a hook takes each gradient away as soon as it is complete
+        self.term = "activations"
+
+    # Plain storage
+
+    def add(self, size: int, term: str) -> None:
+        """Bytes that come to life, without a tensor to hold them."""
+        self.live += size
+        self.terms[term] += size
+        if self.live > self.peaks.get(self.phase, -1):
+            self.peaks[self.phase] = self.live
+            self.at_peak[self.phase] = dict(self.terms)
+
+    def remove(self, size: int, term: str) -> None:
+        self.live -= size
+        self.terms[term] -= size
+
+    def flash(self, size: int, term: str = "temporaries") -> None:
+        """Bytes that live for a moment."""
+        if size:
+            self.add(size, term)
+            self.remove(size, term)
+
+    def enter(self, phase: str) -> None:
+        self.phase = phase
+        self.add(0, "temporaries")
+
+    # Tensors
+
+    def new(self, size: int, term: str | None = None, needs_grad: bool = False) -> Paper:
+        tensor = Paper(size, term or self.term, needs_grad)
+        self.add(size, tensor.term)
+        return tensor
+
+    def drop(self, *tensors: Paper) -> None:
+        """A variable goes out of scope."""
+        for tensor in tensors:
+            tensor.refs -= 1
+            if tensor.refs == 0:
+                self.remove(tensor.bytes, tensor.term)
+
+    def op(
+        self,
+        size: int,
+        inputs: Iterable[Paper],
+        saved: Iterable[Paper] = (),
+        *,
+        save_output: bool = False,
+        weights: Sequence[tuple[str, int]] = (),
+        alias: bool = False,
+        scratch: int = 0,
+        backward_scratch: int = 0,
+        backward_early: int = 0,
+    ) -> Paper:
+        """An operation: allocate `size` bytes, remember what its backward needs, return the output.
+
+        `weights` are trained parameters of the operation. `alias`: gradients pass through unchanged.
+        `scratch` lives during the forward of this operation only.
+        """
+        inputs = [t for t in inputs if t.needs_grad]
+        needs = self.grad_enabled and bool(inputs or weights)
+        output = self.new(size, None, needs)
+        self.flash(scratch)
+        if needs:
+            kept = [*saved, output] if save_output else list(saved)
+            for tensor in kept:
+                tensor.refs += 1
+            self.nodes.append(
+                Node(output, [(t, alias) for t in inputs], kept, weights, backward_scratch, backward_early)
+            )
+        return output
+
+    # Backward
+
+    def backward(self, root: Paper, start: int = 0) -> None:
+        """Play the nodes after number `start`, last first. `root.grad` is the gradient that comes from above."""
+        nodes, self.nodes = self.nodes[start:], self.nodes[:start]
+        for node in reversed(nodes):
+            grad, node.output.grad = node.output.grad, None
+            made = self._run(node, grad) if grad is not None else []
+            self.drop(*node.saved)
+            for tensor, new in made:
+                self._collect(tensor, new)
+
+    def _run(self, node: Node, grad: Paper) -> list[tuple[Paper, Paper]]:
+        self.flash(node.early)
+        if node.scratch:
+            self.add(node.scratch, "temporaries")
+        made: list[tuple[Paper, Paper]] = []
+        for tensor, alias in node.inputs:
+            if alias and tensor.bytes == grad.bytes:
+                grad.refs += 1
+                made.append((tensor, grad))
+            else:
+                made.append((tensor, self.new(tensor.bytes, "temporaries")))
+        for name, size in node.weights:
+            self.weight_gradient(name, size)
+        if node.scratch:
+            self.remove(node.scratch, "temporaries")
+        self.drop(grad)
+        return made
+
+    def _collect(self, tensor: Paper, new: Paper) -> None:
+        old = tensor.grad
+        if old is None:
+            tensor.grad = new
+        elif old.refs == 1:
+            self.drop(new)
+        elif new.refs == 1:
+            self.drop(old)
+            tensor.grad = new
+        else:
+            tensor.grad = self.new(tensor.bytes, "temporaries")
+            self.drop(old, new)
+
+    def weight_gradient(self, name: str, size: int) -> None:
+        """A parameter's gradient has been formed: it becomes its .grad, or is added to the one it has."""
+        if name in self.gradients or self.drop_weight_gradients:
+            self.flash(size)  # added to the one that is there
+        else:
+            self.gradients[name] = size
+            self.add(size, "gradients")

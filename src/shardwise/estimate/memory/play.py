@@ -1,0 +1,285 @@
+"""One training step on paper: forward, loss, backward, update, with what an engine adds around each layer.
+
+Only three layers are played (the first, the second, the last); the ones between are like the second, so what they
+keep is added at once, and the moments in between lie on a straight line between those that are played.
+"""
+
+from dataclasses import dataclass
+
+from shardwise.estimate.memory.block import Block, Forward, Widths
+from shardwise.estimate.memory.paper import Paper, Sheet
+from shardwise.estimate.memory.trainer import Trainer
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """Bytes an engine adds around layers; 0 where it does nothing.
+
+    gathered: one layer's weights, whole. ahead: how many layers are gathered ahead of the one that runs.
+    kept: gathered layers stay whole until their backward. copying: a gather's buffer while it is copied out.
+    reduced: a layer's gradients while they are reduced. shard: a layer's reduced gradients that stay;
+    None: gradients stay as they are. root: gathered embedding and head, all through forward and backward.
+    constant: buffers that live all the time.
+    """
+
+    gathered: int = 0
+    ahead: int = 0
+    kept: bool = False
+    copying: int = 0
+    reduced: int = 0
+    shard: int | None = None
+    root: int = 0
+    root_shard: int = 0
+    root_reduced: int = 0
+    constant: int = 0
+
+
+NOTHING = Around()
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Everything the dynamic part of a step's memory depends on."""
+
+    block: Block
+    layers: int
+    vocabulary: int
+    tied: bool
+    tokens: int
+    widths: Widths
+    trainer: Trainer
+    checkpointing: str
+    attention: str
+    on_cpu: bool
+    hook_takes_gradients: bool
+    kept_gradients: int
+    around: Around = NOTHING
+    softcap: bool = False
+
+
+@dataclass
+class _Segment:
+    """A layer that was played: where its nodes begin, its input and output."""
+
+    name: str
+    start: int
+    entry: Paper
+    exit: Paper
+
+
+def play(q: Question) -> Sheet:
+    """The sheet after forward, loss and backward; the step is added by the caller, who knows the states."""
+    sheet = Sheet()
+    forward = Forward(sheet, q.block, q.trainer, q.widths, q.tokens, q.attention)
+    around = q.around
+    sheet.add(around.constant + around.root, "engine")
+    sheet.add(32 * q.tokens, "inputs")  # ids, positions, labels, indices: 4 x int64
+    sheet.drop_weight_gradients = q.hook_takes_gradients
+    if q.kept_gradients:
+        sheet.gradients = dict.fromkeys(_weight_names(q), 0)
+    rotary = sheet.new(2 * q.tokens * q.block.head_dim * q.widths.compute)
+    trained = q.block.trained
+    size = q.tokens * q.block.hidden * q.widths.residual
+    table = q.vocabulary * q.block.hidden * q.widths.weight
+    h = sheet.op(size, [], weights=[("embedding", table)] if trained else [])
+    h.needs_grad = trained or q.trainer.input_gradients
+    segments, between = _layers_forward(sheet, forward, q, h)
+    h = segments[-1].exit
+    logits = _loss(sheet, forward, q, h)
+    sheet.enter("backward")
+    _layers_backward(sheet, forward, q, segments, between)
+    if trained:
+        sheet.flash(table, "gradients" if not q.hook_takes_gradients else "temporaries")
+        if not (q.hook_takes_gradients or q.kept_gradients or q.tied):
+            sheet.add(table, "gradients")
+    if logits is not None:
+        sheet.drop(logits)
+    sheet.drop(rotary)
+    return sheet
+
+
+def _weight_names(q: Question) -> list[str]:
+    """Every parameter gradient that will come up, so that it is added to instead of made."""
+    b = q.block
+    names = ["embedding", "head", "norm"]
+    for layer in ("first.", "second.", "last."):
+        for m in (*b.attention_in, b.attention_out, *b.mlp_in, *((b.mlp_out,) if b.mlp_out else ())):
+            names += [layer + m.name, f"{layer}{m.name}.A", f"{layer}{m.name}.B"]
+        names += [layer + n for n in ("norm1", "norm2", "norm1b", "norm2b", "q_norm", "k_norm", "experts")]
+    return names
+
+
+def _layers_forward(
+    sheet: Sheet, forward: Forward, q: Question, h: Paper
+) -> tuple[list[_Segment], dict[str, int]]:
+    """Play the first, second and last layer; add what the ones between keep, and return that by term."""
+    names = (
+        ["first.", "second.", "last."][: min(3, q.layers)]
+        if q.layers >= 3
+        else ["first.", "last."][-q.layers :]
+    )
+    skipped = max(0, q.layers - 3)
+    segments: list[_Segment] = []
+    between: dict[str, int] = {}
+    around = q.around
+    sheet.add(around.gathered * around.ahead, "engine")
+    for name in names:
+        before = dict(sheet.terms)
+        sheet.add(around.gathered, "engine")
+        sheet.flash(around.copying, "engine")
+        segment = _Segment(name, len(sheet.nodes), h, h)
+        if q.checkpointing == "none":
+            out = forward.layer(h, name)
+            sheet.drop(h)
+        else:  # only the layer's input is kept
+            sheet.grad_enabled = False
+            out = forward.layer(h, name)
+            sheet.grad_enabled = True
+            out.needs_grad = True
+            if q.checkpointing == "selective":  # and what attention kept: its inputs are made again, not it
+                b = q.block
+                sheet.add(q.tokens * b.heads * (b.head_dim * q.widths.compute + 4), "activations")
+        segment.exit = h = out
+        segments.append(segment)
+        if not around.kept:
+            sheet.remove(around.gathered, "engine")
+        if name == "second." and skipped:
+            between = {t: (v - before[t]) * skipped for t, v in sheet.terms.items() if v != before[t]}
+            for term, size in between.items():
+                sheet.add(size, term)
+    sheet.remove(around.gathered * around.ahead, "engine")
+    return segments, between
+
+
+def _layers_backward(
+    sheet: Sheet, forward: Forward, q: Question, segments: list[_Segment], between: dict[str, int]
+) -> None:
+    around, skipped = q.around, max(0, q.layers - 3)
+    reduced = per_layer = 0
+    for index, segment in enumerate(reversed(segments)):
+        before = sheet.terms["gradients"]
+        if index == 1 and skipped:
+            for term, size in between.items():
+                sheet.remove(size, term)
+            sheet.add(per_layer * skipped, "gradients")
+        whole = around.gathered if not around.kept else 0
+        last = index == len(segments) - 1
+        ahead = around.gathered * around.ahead if not last and not around.kept else 0
+        sheet.add(whole + ahead, "engine")
+        sheet.flash(around.copying, "engine")
+        if q.checkpointing == "none":
+            sheet.backward(segment.exit, segment.start)
+        else:
+            _recompute(sheet, forward, q, segment)
+        sheet.remove(whole + ahead, "engine")
+        if around.kept:
+            sheet.remove(around.gathered, "engine")
+        if around.shard is not None:
+            made = sheet.terms["gradients"] - before - (per_layer * skipped if index == 1 and skipped else 0)
+            sheet.remove(reduced, "engine")  # the layer before has been reduced by now
+            sheet.add(around.reduced, "engine")
+            reduced = around.reduced
+            sheet.remove(made, "gradients")
+            sheet.add(0 if q.kept_gradients else around.shard, "gradients")
+        if index == 0:
+            per_layer = sheet.terms["gradients"] - before
+    sheet.remove(reduced, "engine")
+
+
+def _recompute(sheet: Sheet, forward: Forward, q: Question, segment: _Segment) -> None:
+    """Run a checkpointed layer again, now keeping everything, and then its backward."""
+    start, entry = len(sheet.nodes), segment.entry
+    needed, entry.needs_grad = entry.needs_grad, True
+    grad, segment.exit.grad = segment.exit.grad, None
+    if q.checkpointing == "selective":
+        b = q.block
+        sheet.remove(q.tokens * b.heads * (b.head_dim * q.widths.compute + 4), "activations")
+    out = forward.layer(entry, segment.name)
+    out.grad = grad
+    sheet.drop(out)
+    sheet.backward(out, start)
+    entry.needs_grad = needed
+    if not needed and entry.grad is not None:
+        sheet.drop(entry.grad)
+        entry.grad = None
+    sheet.drop(entry)
+
+
+def _loss(sheet: Sheet, forward: Forward, q: Question, h: Paper) -> Paper | None:
+    """Final norm, head and loss, and their backward down to the last layer's output.
+
+    Returns logits that somebody keeps alive through the backward.
+    """
+    sheet.enter("loss")
+    start = len(sheet.nodes)
+    sheet.term = "loss"
+    forward.layer_name = ""
+    x = forward.norm(h, q.block.hidden, q.tokens, "norm")
+    sheet.drop(h)
+    kept = _head(sheet, q, x, start)
+    sheet.term = "activations"
+    return kept
+
+
+def _head(sheet: Sheet, q: Question, x: Paper, start: int) -> Paper | None:
+    tokens, v, c = q.tokens, q.vocabulary, q.widths.compute
+    trained = q.block.trained
+    table = v * q.block.hidden
+    name = "embedding" if q.tied else "head"
+    weights = [(name, table * q.widths.weight)] if trained else []
+    kept: Paper | None = None
+    chunk = min(tokens, max(16, q.trainer.bucket_logits // v)) * v
+    if q.trainer.loss == "fused":
+        picked = sheet.op(tokens * q.block.hidden * c, [x])
+        sheet.drop(x)
+        grad = sheet.new(picked.bytes, "loss")
+        summed = sheet.new(4 * table if trained else 0, "loss")
+        # per logit: 4 B and logsumexp's 4 B scratch (which a CPU log does not see); then 4 + 2 for the gradient
+        widest = 8 if not q.on_cpu else (c + 4 if c < 4 else 4)
+        sheet.flash(chunk * (widest + (8 if q.softcap else 0)), "loss")
+        if trained:
+            sheet.flash(chunk * (4 + c if c < 4 else 4) + table * c, "loss")
+        root = sheet.op(4, [picked])
+        sheet.drop(picked)
+        sheet.enter("backward")
+        if c == 4:
+            sheet.drop(summed)  # the sum is the gradient
+        if trained:
+            sheet.weight_gradient(name, table * q.widths.weight)
+        if c < 4:
+            sheet.drop(summed)
+        sheet.drop(grad, root)  # the gradient of `picked` is this one, scaled in place
+    elif q.trainer.loss in ("full", "split"):
+        logits = sheet.op(tokens * v * c, [x], [x] if trained else [], weights=weights)
+        sheet.drop(x)
+        if q.trainer.picks_logits:
+            picked = sheet.op(logits.bytes, [logits])
+            sheet.drop(logits)
+            logits = picked
+        if q.trainer.keeps_logits:
+            logits.refs += 1
+            kept = logits
+        if q.trainer.loss == "full":
+            wide = logits if c == 4 else sheet.op(tokens * v * 4, [logits])
+            if wide is not logits:
+                sheet.drop(logits)
+            probabilities = sheet.op(tokens * v * 4, [wide], save_output=True)
+            sheet.drop(wide)
+            root = sheet.op(4, [probabilities])
+            sheet.drop(probabilities)
+        else:
+            width = q.trainer.loss_bytes
+            saved = sheet.new(tokens * v * width, "loss")
+            root = sheet.op(4, [logits], [saved], backward_scratch=chunk * (2 * width))
+            sheet.drop(saved, logits)
+        sheet.enter("backward")
+        sheet.drop(root)
+    else:  # checkpointed chunks: logits are made twice, a chunk at a time
+        scratch = chunk * (c + 12)
+        root = sheet.op(4, [x], [x], weights=weights, scratch=chunk * (c + 8), backward_scratch=scratch)
+        sheet.drop(x)
+        sheet.enter("backward")
+        sheet.drop(root)
+    root.grad = sheet.new(4, "temporaries")
+    sheet.backward(root, start)
+    return kept

@@ -1,0 +1,128 @@
+"""What a rank holds between steps: weights, masters, optimizer states, kept gradients. Symbols in `Counts`."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from shardwise.estimate.memory.trainer import Trainer
+from shardwise.estimate.stack import Stack
+from shardwise.facts.model import ModelShape
+
+# Bytes per element of a 4-bit matrix: half a byte, one fp32 scale per 64 elements; double quantisation keeps the
+# scales in 8 bits with one fp32 per 256 of them (QLoRA, arXiv 2305.14314, section 3). The code tables (16 and 256
+# fp32) are per matrix and left out: 1.1 kB each.
+NF4_BYTES = 0.5 + 4 / 64
+NF4_DOUBLE_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+# bytes of optimizer states per trained element, and of the foreach temporaries while a bucket is updated
+OPTIMIZER_STATES = {
+    "adamw": 8.0,
+    "adamw_8bit": 2.0 + 2 * 4 / 256,  # one byte each, one fp32 scale per 256 (arXiv 2110.02861)
+    "paged_adamw_8bit": 2.0 + 2 * 4 / 256,
+    "sgd": 4.0,
+    "adafactor": 0.0,  # a row and a column per matrix: below 0.1 %
+    "muon": 4.0,
+}
+UPDATE_TEMPORARIES = {"adamw": 4.0, "sgd": 0.0, "adafactor": 4.0, "muon": 4.0}
+OUR_BUCKET_ELEMENTS = 2**26  # our optimizer updates at most so many elements at once
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Parameters of a model, split by what is trained and how the rest is stored."""
+
+    total: int
+    trained: int
+    frozen_16bit: int
+    frozen_4bit: int
+    leftovers: int  # of frozen_16bit, what k-bit preparation casts to fp32: all of it
+    largest: int  # trained elements of the largest single tensor
+
+
+@lru_cache(maxsize=2048)
+def counts(shape: ModelShape, method: str, rank: int, targets: str | tuple[str, ...], dora: bool) -> Counts:
+    total = shape.total_parameters
+    if method == "full":
+        return Counts(total, total, 0, 0, 0, max(t.size for t in shape.tensors))
+    trained = shape.lora_parameters(rank, targets, dora)
+    four = shape.quantised_parameters if method == "qlora" else 0
+    largest = max(rank * max(t.shape[:2]) for t in shape.adapted(targets))
+    return Counts(total, trained, total - four, four, total - four, largest)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes one rank holds all the time, on the device and in host memory."""
+
+    weights: int
+    masters: int
+    optimizer: int
+    gradients: int  # those that live through the next forward
+    host: int  # offloaded, this rank's part
+    nvme: int
+    update_elements: int  # elements the optimizer updates at once
+    words: dict[str, str]
+
+
+def held(shape: ModelShape, stack: Stack, trainer: Trainer) -> Held:
+    """Bytes between steps on the fullest rank.
+
+    ZeRO-1 splits optimizer states over the ranks, ZeRO-2 gradients too, ZeRO-3 and FSDP weights too
+    (arXiv 1910.02054, section 3).
+    """
+    n = counts(shape, stack.method, stack.lora_rank, stack.lora_targets, stack.dora)
+    c = 2 if stack.precision == "bf16" else 4
+    shards = stack.dp_shard
+    weight_shards = shards if stack.sharding in ("fsdp2", "zero3") else 1
+    state_shards = shards if stack.sharding not in ("single", "ddp") else 1
+    resident = trainer.weight_bytes or c
+    four = NF4_DOUBLE_BYTES if stack.double_quantization else NF4_BYTES
+    frozen_bytes = 4 if trainer.fp32_leftovers else resident
+    frozen = n.frozen_16bit * frozen_bytes + n.frozen_4bit * four
+    adapter = trainer.adapter_bytes or (c if stack.method != "full" else resident)
+    mastered = trainer.masters and stack.master_weights and stack.precision == "bf16" and adapter == 2
+    if stack.sharding == "fsdp2" and mastered:  # the shards are the fp32 masters; bf16 exists while gathered
+        trained_weights, masters, mastered = 0.0, 4.0 * n.trained, True
+    else:
+        trained_weights, masters = float(adapter * n.trained), 4.0 * n.trained if mastered else 0.0
+    states = OPTIMIZER_STATES.get(stack.optimizer, 8.0) * trainer.state_bytes / 4 * n.trained
+    accumulates = stack.gradient_accumulation_steps > 1 or trainer.gradients_alive
+    grad_bytes = (
+        4 if mastered or (stack.sharding in ("zero1", "zero2", "zero3") and trainer.masters) else adapter
+    )
+    grad_shards = shards if stack.sharding in ("fsdp2", "zero2", "zero3") else 1
+    gradients = grad_bytes * n.trained / grad_shards if accumulates else 0.0
+    weights = (frozen + trained_weights) / weight_shards
+    masters, states = masters / state_shards, states / state_shards
+    host = nvme = 0.0
+    if stack.offload_parameters != "none":
+        host, weights = host + weights, 0.0
+        if stack.sharding == "fsdp2":
+            host, masters = host + masters, 0.0
+    if stack.offload_optimizer != "none":
+        moved = masters + states + gradients
+        masters = states = gradients = 0.0
+        if stack.offload_optimizer == "nvme":
+            nvme += moved
+        else:
+            host += moved
+    mine = n.trained / state_shards
+    words = {
+        "weights": _weights_words(n, stack, frozen_bytes, four, adapter, weight_shards),
+        "master_weights": f"4 B x {n.trained:,} trained parameters / {state_shards}",
+        "optimizer": f"{OPTIMIZER_STATES.get(stack.optimizer, 8.0) * trainer.state_bytes / 4:g} B of "
+        f"{stack.optimizer} states x {n.trained:,} / {state_shards}",
+        "gradients": f"{grad_bytes} B x {n.trained:,} / {grad_shards}",
+    }
+    return Held(
+        int(weights), int(masters), int(states), int(gradients), int(host), int(nvme),
+        int(mine if trainer.whole_step else min(mine, max(OUR_BUCKET_ELEMENTS, n.largest / state_shards))),
+        words,
+    )  # fmt: skip
+
+
+def _weights_words(n: Counts, stack: Stack, frozen_bytes: int, four: float, adapter: int, shards: int) -> str:
+    if stack.method == "full":
+        return f"{adapter} B x {n.trained:,} parameters / {shards}"
+    text = f"{frozen_bytes} B x {n.frozen_16bit:,} frozen"
+    if n.frozen_4bit:
+        text += f" + {four:.4f} B x {n.frozen_4bit:,} in 4 bits"
+    return f"({text} + {adapter} B x {n.trained:,} of adapters) / {shards}"
