@@ -1,0 +1,80 @@
+"""What the page may read: the runs of one folder, and the data files their recipes or the command line name."""
+
+import re
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shardwise.errors import ShardwiseError, UnknownNameError
+from shardwise.recipe import parse_recipe
+from shardwise.report.run_view import RunView, view_run
+from shardwise.runs import Course, RunFolder, is_run, list_runs
+
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,119}")
+LOG_BYTES = 64 * 1024
+
+
+@dataclass
+class Library:
+    """Runs are found by exact name; a name is never taken for a path. Courses are kept between requests."""
+
+    folder: Path
+    data: tuple[str, ...] = ()  # data files the command line named
+    _courses: dict[str, Course] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def run(self, name: str) -> RunFolder:
+        """Raises UnknownNameError for anything that is not a run inside the folder, links out of it included."""
+        path = self.folder / name
+        if not NAME.fullmatch(name) or not is_run(path) or not self._inside(path):
+            raise UnknownNameError(f"no run '{name[:120]}'", "there is no such run here", "see /runs")
+        return RunFolder(path)
+
+    def runs(self) -> list[RunFolder]:
+        return [r for r in list_runs(self.folder) if NAME.fullmatch(r.name) and self._inside(r.path)]
+
+    def view(self, run: RunFolder, points: int) -> RunView:
+        with self._lock:  # requests are answered in threads; a course is brought up to date by one at a time
+            return view_run(run, points, self._course(run))
+
+    def seen(self, run: RunFolder) -> str:
+        """Changes whenever the run's events or its state do."""
+        with self._lock:
+            return f"{self._course(run).offset}-{run.state}"
+
+    def _course(self, run: RunFolder) -> Course:
+        seen = self._courses.get(run.name)
+        if seen is None:
+            seen = self._courses[run.name] = Course(run)
+        seen.refresh()
+        return seen
+
+    def logs(self, run: RunFolder) -> list[str]:
+        """Names of the log files of a run."""
+        found = [p for p in run.logs_path.glob("*.log") if p.is_file() and self._inside(p)]
+        return sorted((p.name for p in found), key=lambda n: (len(n), n))
+
+    def log_tail(self, run: RunFolder, name: str) -> str:
+        """The end of a log; progress bars leave only their last state."""
+        if name not in self.logs(run):
+            raise UnknownNameError(f"no log '{name[:120]}'", "the run has no such log", "see the run's page")
+        with (run.logs_path / name).open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - LOG_BYTES))
+            text = file.read().decode("utf-8", "replace")
+        lines = [line.rsplit("\r", 1)[-1] for line in text.replace("\r\n", "\n").split("\n")]
+        return "\n".join(lines[-200:])
+
+    def data_files(self) -> list[str]:
+        """The command line's, then those of the runs' recipes, each once."""
+        found = dict.fromkeys(self.data)
+        for run in self.runs()[:200]:
+            try:
+                recipe = parse_recipe(run.recipe_text(), run.name)
+            except ShardwiseError:
+                continue
+            found.update(dict.fromkeys(source.path for source in recipe.data.train))
+        return list(found)
+
+    def _inside(self, path: Path) -> bool:
+        return path.resolve().is_relative_to(self.folder.resolve())
