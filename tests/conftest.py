@@ -83,7 +83,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def chat_rows(count: int) -> list[dict[str, object]]:
-    words = "the quick brown fox jumps over the lazy dog and the cat".split()
+    words = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "and", "the", "cat"]
     return [
         {
             "messages": [

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.training import loss as module
-from shardwise.training.loss import chunked_cross_entropy, chunk_tokens
+from shardwise.training.loss import chunk_tokens, chunked_cross_entropy
 
 N, H, V = 37, 16, 97
 

@@ -9,6 +9,7 @@ from shardwise.estimate.memory.formula import estimate_memory
 from shardwise.estimate.speed import estimate_speed
 from shardwise.estimate.stack import Place, Stack
 from shardwise.facts.gpus import Offer
+from shardwise.facts.machine import detect_machine
 from shardwise.facts.model import ModelShape
 from shardwise.plan.model import Choice, DataFacts, Plan, planned_steps, verdict
 from shardwise.recipe.schema import Recipe
@@ -132,8 +133,10 @@ def _length(recipe: Recipe, shape: ModelShape, data: DataFacts, made: _Choices) 
 
 
 def _precision(recipe: Recipe, offer: Offer, device: str, made: _Choices) -> Any:
-    if device == "cpu":
-        value, why = "fp32", "processors train faster in fp32"
+    if device == "cpu" and detect_machine().has_fast_bf16:
+        value, why = "bf16", "this processor has bf16 matrix instructions; fp32 master weights keep it exact"
+    elif device == "cpu":
+        value, why = "fp32", "this processor has no bf16 matrix instructions, without which fp32 is faster"
     elif offer.gpu.has_bf16:
         value, why = "bf16", "half the memory, and this device has it; fp32 master weights keep it exact"
     else:
