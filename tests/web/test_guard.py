@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from served_page import TOKEN, Page
+
 from shardwise.errors import UsageError
 from shardwise.web.app import create_app
 from shardwise.web.guard import Access, check_bind, is_loopback
@@ -131,10 +131,8 @@ def test_s05_public_bind_without_a_password_is_refused() -> None:
 
 def test_s05_command_refuses_a_public_bind_and_listens_nowhere(tmp_path: Path) -> None:
     code = (
-        "from shardwise.cli.web import web; from shardwise.errors import UsageError
-"
-        "try: web.main(['--host', '0.0.0.0', '--port', '0'], standalone_mode=False)
-"
+        "from shardwise.cli.web import web; from shardwise.errors import UsageError\n"
+        "try: web.main(['--host', '0.0.0.0', '--port', '0'], standalone_mode=False)\n"
         "except UsageError as e: print(e); raise SystemExit(e.exit_code)"
     )
     done = subprocess.run(
