@@ -90,10 +90,10 @@ class Interrupted(ShardwiseError):
     exit_code = 75
 
 
-def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
+def nearest(name: str, known: Iterable[str], count: int = 3, cutoff: float = 0.5) -> list[str]:
     """The known names most like `name`, best first; empty when none is close."""
     by_fold = {k.casefold(): k for k in known}
-    return [by_fold[m] for m in get_close_matches(name.casefold(), by_fold, n=count, cutoff=0.5)]
+    return [by_fold[m] for m in get_close_matches(name.casefold(), by_fold, n=count, cutoff=cutoff)]
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str], hint: str = "") -> UnknownNameError:

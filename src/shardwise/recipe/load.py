@@ -93,7 +93,7 @@ def parse_recipe(text: str, name: str = "recipe", settings: Sequence[str] = ()) 
     except YAMLError as problem:
         raise RecipeError(f"{name}: not valid YAML", str(problem), "check the file's encoding") from None
     if not isinstance(tree, CommentedMap):
-        found = "nothing" if tree is None else type(tree).__name__
+        found = "nothing" if tree is None else "a list" if isinstance(tree, list) else f"'{tree}'"
         raise RecipeError(
             f"{name}: not a recipe",
             f"expected keys and values at the top level, found {found}",
@@ -172,7 +172,7 @@ def _line(tree: Any, location: Sequence[str | int]) -> int | None:
 def _section(location: Sequence[str | int]) -> type[BaseModel] | None:
     """The model class a location lies in."""
     model: Any = Recipe
-    for part in location:
+    for part in (p for p in location if not isinstance(p, int)):
         fields = getattr(model, "model_fields", {})
         if part not in fields:
             return None
@@ -197,23 +197,20 @@ def _keys_anywhere() -> dict[str, str]:
 
 
 def _unknown_key(location: Sequence[str | int]) -> tuple[str, str]:
+    """What to say about a key that is not there, and where it may belong."""
     key = str(location[-1])
+    plain = key.replace("-", "_")
     section = _section(location[:-1])
     known = list(section.model_fields) if section else []
-    where = f"section '{'.'.join(map(str, location[:-1]))}'" if len(location) > 1 else "the top level"
-    path = ".".join([*map(str, location[:-1]), ""])
-    close = nearest(key.replace("-", "_"), known)
-    elsewhere = FOREIGN_KEYS.get(key) or _keys_anywhere().get(key)
-    if not close and not elsewhere:
-        far = nearest(key.replace("-", "_"), {*_keys_anywhere(), *FOREIGN_KEYS})
-        elsewhere = (FOREIGN_KEYS.get(far[0]) or _keys_anywhere().get(far[0])) if far else None
-    if close and not FOREIGN_KEYS.get(key):
-        hint = f"did you mean {path}{close[0]}?"
-    elif elsewhere:
-        hint = f"write it as {elsewhere}"
-    else:
-        hint = f"keys allowed there: {', '.join(known)}"
-    return f"unknown key '{key}' at {where}", hint
+    parts = list(map(str, location[:-1]))
+    where = f"in section '{'.'.join(parts)}'" if parts else "at the top level"
+    # Where each name would be right: foreign names first, then this section, then all others.
+    places = {**_keys_anywhere(), **{k: ".".join([*parts, k]) for k in known}, **FOREIGN_KEYS}
+    if plain in known:
+        places[plain] = ".".join([*parts, plain])
+    close = nearest(plain, known, 1, cutoff=0.75) or nearest(plain, places, 1)
+    hint = f"did you mean {places[close[0]]}?" if close else f"keys allowed there: {', '.join(known)}"
+    return f"unknown key '{key}' {where}", hint
 
 
 def _explain(problem: ValidationError, tree: Any, name: str) -> RecipeError:
@@ -231,12 +228,16 @@ def _explain(problem: ValidationError, tree: Any, name: str) -> RecipeError:
             value = item["input"]
             shown = repr(value) if not isinstance(value, dict | list) else type(value).__name__
             dotted = ".".join(map(str, keys)) or "recipe"
-            message = item["msg"].removeprefix("Value error, ")
+            message = _PLAINER.get(item["type"]) or item["msg"].removeprefix("Value error, ")
+            message = message[0].lower() + message[1:]
             text, hint = found.get(keys, (f"{dotted} = {shown}:", _type_hint(keys)))
             joined = f"{text} {message}" if keys not in found else f"{text}; or {message.lower()}"
             found[keys] = (joined if message not in text else text, hint)
     places = []
+    inner = {keys[:n] for keys in found for n in range(1, len(keys))}
     for keys, (text, hint) in found.items():
+        if keys in inner:  # told by what lies below it
+            continue
         line = _line(tree, keys)
         places.append((line or 0, f"{name}, line {line}: {text}" if line else f"{name}: {text}", hint))
     places.sort(key=lambda place: place[0])
@@ -256,6 +257,11 @@ def _is_key(part: str | int, location: Sequence[str | int]) -> bool:
     return part == location[0] or (not any(c in part for c in "[](),") and part not in _BRANCHES)
 
 
+_PLAINER = {
+    "model_type": "should be a section (keys and values)",
+    "tuple_type": "should be a list",
+    "literal_error": "",
+}
 _BRANCHES = {"int", "float", "str", "bool", "tuple", "literal", "constrained-int", "constrained-float"}
 
 

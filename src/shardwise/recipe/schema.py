@@ -14,6 +14,7 @@ Auto = Literal["auto"]
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+Names = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 
 
 class Section(BaseModel):
@@ -66,7 +67,7 @@ class Lora(Section):
     rank: PositiveInt = _help("rank of the low-rank update", 16)
     alpha: PositiveFloat = _help("scale: the update is multiplied by alpha / rank", 32.0)
     dropout: float = _help("dropout before the adapter", 0.0, ge=0, lt=1)
-    targets: Literal["all-linear", "attention"] | tuple[str, ...] = _help(
+    targets: Literal["all-linear", "attention"] | Names = _help(
         "which linear layers get an adapter: all-linear, attention, or a list of layer names", "all-linear"
     )
     rslora: bool = _help("scale by alpha / sqrt(rank) instead", False)
