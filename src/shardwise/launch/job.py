@@ -12,6 +12,7 @@ from shardwise.errors import Interrupted, OutOfMemoryError, RunError, ShardwiseE
 from shardwise.facts.download import local_folder
 from shardwise.facts.machine import as_offer
 from shardwise.facts.model import ModelShape, read_model
+from shardwise.launch import operators
 from shardwise.launch.local import Failure, start
 from shardwise.plan.model import DataFacts, Plan
 from shardwise.plan.resolve import resolve
@@ -96,6 +97,7 @@ def execute(job: Job, plan_json: Mapping[str, Any], run: RunFolder | None = None
     RunError when a rank failed, Interrupted (exit 75) when the run stopped on request with its state saved.
     """
     resume = run is not None
+    environment = operators.ready(job.recipe, lambda text: print(text, file=sys.stderr, flush=True))
     if run is None:
         kind = f"{Path(job.recipe.model.source).name.lower()}-{job.recipe.method}"
         recipe = job.recipe.model_copy(
@@ -116,7 +118,7 @@ def execute(job: Job, plan_json: Mapping[str, Any], run: RunFolder | None = None
         *(["--resume"] if resume else []),
     ]
     try:
-        outcome = start(command, processes, run.logs_path)
+        outcome = start(command, processes, run.logs_path, environment)
         return _finish(run, job, outcome.exit_code, outcome.failure)
     except BaseException as problem:
         if run.path.exists() and run.read_status().state == "running":

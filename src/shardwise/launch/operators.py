@@ -75,6 +75,15 @@ def environment(device: str) -> dict[str, str]:
     return {"TORCH_EXTENSIONS_DIR": str(extensions_path(device)), "DS_ACCELERATOR": device}
 
 
+def ready(recipe: Recipe, say: Callable[[str], None]) -> dict[str, str]:
+    """Build what this recipe needs and is missing; returns the variables that its ranks get."""
+    device = "cpu" if recipe.engine.device == "auto" else recipe.engine.device
+    if recipe.engine.name != "deepspeed":
+        return {"DS_ACCELERATOR": device}  # libraries import an installed DeepSpeed, which guesses aloud
+    build(needed(recipe), device, say)
+    return environment(device)
+
+
 def states(device: str) -> list[OperatorState]:
     """What is built here."""
     folder = extensions_path(device)
