@@ -24,7 +24,7 @@ def test_d25_last_step_has_exactly_the_final_rate(name: str, steps: int) -> None
 def test_warmup_rises_to_the_peak_and_decay_follows() -> None:
     found = rates(20, name="cosine", warmup=4)
     assert found[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
-    assert all(a > b for a, b in zip(found[3:], found[4:], strict=False))
+    assert found[3:] == sorted(found[3:], reverse=True)
 
 
 @pytest.mark.parametrize(("warmup", "steps"), [(0, 0), (0.1, 2), (1, 1), (1.0, 20), (3, 3)])

@@ -260,7 +260,6 @@ def _is_key(part: str | int, location: Sequence[str | int]) -> bool:
 _PLAINER = {
     "model_type": "should be a section (keys and values)",
     "tuple_type": "should be a list",
-    "literal_error": "",
 }
 _BRANCHES = {"int", "float", "str", "bool", "tuple", "literal", "constrained-int", "constrained-float"}
 
