@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 @click.option("--epochs", type=click.FloatRange(0, min_open=True), default=1.0, show_default=True)
 @click.option("--sequence-length", type=click.IntRange(1), help="Tokens per packed sequence.")
 @click.option("--global-batch-size", type=click.IntRange(1), help="Sequences per optimizer step, all GPUs.")
+@click.option("--micro-batch-size", type=click.IntRange(1), help="Only this many sequences per GPU at once.")
+@click.option(
+    "--activation-checkpointing", type=click.Choice(["none", "selective", "full"]), help="Only this kind."
+)
 @click.option("--budget", metavar="USD", help="At most this much, like 500usd.")
 @click.option("--deadline", metavar="TIME", help="At most this long, like 12h.")
 @click.option("--buy", is_flag=True, help="Count owning the GPUs instead of renting them.")
@@ -111,6 +115,8 @@ def _question(shape: "ModelShape", flags: dict[str, Any]) -> tuple[Any, tuple[st
         offers=offers,
         sequence_length=length,
         global_batch_size=flags["global_batch_size"],
+        micro_batch_size=flags["micro_batch_size"],
+        activation_checkpointing=flags["activation_checkpointing"],
         budget_usd=parse_usd(flags["budget"]) if flags["budget"] else None,
         deadline_seconds=parse_seconds(flags["deadline"]) if flags["deadline"] else None,
         buy=flags["buy"],

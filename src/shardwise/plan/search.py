@@ -18,6 +18,7 @@ from shardwise.plan.resolve import ADAPTER_TOKENS, CPU_TOKENS, FEWEST_STEPS, FUL
 
 METHODS = ("full", "lora", "qlora")  # most to least of what a model can be taught
 MICROS = (1, 2, 4, 8, 16, 32)
+CHECKPOINTING = ("none", "selective", "full")
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 START_SECONDS = 60.0  # processes, libraries, kernels
 
@@ -41,6 +42,8 @@ class Question:
     lora_targets: str | tuple[str, ...] = "all-linear"
     master_weights: bool = True
     most_gpus: int = 64
+    micro_batch_size: int | None = None  # only this one
+    activation_checkpointing: str | None = None  # only this kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +115,8 @@ def stacks_for(question: Question, method: str, offer: Offer) -> Iterator[Stack]
     batch = global_batch(question, method, offer)
     per_rank = batch // ranks
     for base in _shardings(question, method, offer):
-        for checkpointing in ("none", "selective", "full"):
-            for micro in MICROS:
+        for checkpointing in _asked(question.activation_checkpointing, CHECKPOINTING):
+            for micro in _asked(question.micro_batch_size, MICROS):
                 if per_rank % micro == 0:
                     yield replace(
                         base,
@@ -121,6 +124,10 @@ def stacks_for(question: Question, method: str, offer: Offer) -> Iterator[Stack]
                         gradient_accumulation_steps=per_rank // micro,
                         activation_checkpointing=checkpointing,
                     )
+
+
+def _asked(only: Any, every: tuple[Any, ...]) -> tuple[Any, ...]:
+    return every if only is None else (only,)
 
 
 def global_batch(question: Question, method: str, offer: Offer) -> int:
