@@ -3,7 +3,10 @@
 import json
 import os
 import re
+import socket
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from shardwise.errors import ModelError, nearest
 from shardwise.facts.catalogue import catalogue_shape, known_models
@@ -48,10 +51,11 @@ class _Unreachable(Exception):
 def _fetch(source: str, revision: str | None) -> ModelShape:
     os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", _TIMEOUT_SECONDS)
     os.environ.setdefault("HF_HUB_DOWNLOAD_TIMEOUT", _TIMEOUT_SECONDS)
-    from huggingface_hub import errors, get_safetensors_metadata, hf_hub_download
+    from huggingface_hub import constants, errors, get_safetensors_metadata, hf_hub_download
 
+    here_only = not answers(constants.ENDPOINT)
     try:
-        path = hf_hub_download(source, "config.json", revision=revision)
+        path = hf_hub_download(source, "config.json", revision=revision, local_files_only=here_only)
     except errors.GatedRepoError:
         raise _Unreachable("the hub says the model is gated: log in with `hf auth login`") from None
     except errors.RepositoryNotFoundError:
@@ -69,6 +73,10 @@ def _fetch(source: str, revision: str | None) -> ModelShape:
     with open(path, encoding="utf-8") as file:
         config: dict[str, Any] = json.load(file)
     header: dict[str, Any] | None = None
+    if here_only:
+        return with_note(
+            shape_from_config(config, source), "config.json from the hub's local cache; headers not looked at"
+        )
     try:
         metadata = get_safetensors_metadata(source, revision=revision)
         header = {
@@ -80,3 +88,21 @@ def _fetch(source: str, revision: str | None) -> ModelShape:
         shape = shape_from_config(config, source)
         return with_note(shape, f"counts from config.json alone (headers: {type(problem).__name__})")
     return shape_from_config(config, source, header)
+
+
+def answers(endpoint: str) -> bool:
+    """Whether anything listens there, in one try: the client's own retries take half a minute offline.
+
+    Behind a proxy this cannot be told, and the client finds out.
+    """
+    if os.environ.get("HF_HUB_OFFLINE", "").casefold() in ("1", "true", "yes", "on"):
+        return False
+    if getproxies().get("https") or getproxies().get("all"):
+        return True
+    address = urlsplit(endpoint)
+    try:
+        port = address.port or (443 if address.scheme == "https" else 80)
+        with socket.create_connection((address.hostname or "", port), timeout=float(_TIMEOUT_SECONDS)):
+            return True
+    except OSError:
+        return False
