@@ -74,6 +74,7 @@ class Rejected:
     capacity_bytes: int
     reason: str
     changes: tuple[str, ...]
+    stack: Stack  # the smallest
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +143,8 @@ def global_batch(question: Question, method: str, offer: Offer) -> int:
         wanted = max(1, min(wanted, sequences // FEWEST_STEPS))
     per_rank = max(1, wanted // ranks)
     per_rank = 1 << (per_rank.bit_length() - 1)  # a power of two, so that micro-batches divide it
+    if question.micro_batch_size is not None:
+        per_rank = max(1, per_rank // question.micro_batch_size) * question.micro_batch_size
     return per_rank * ranks
 
 
@@ -414,7 +417,9 @@ def _rejections(
         over = needed > offer.gpu.usable_bytes
         reason = "needs more than one device holds" if over else "the host cannot hold what is offloaded"
         changes = changes_that_fit(question, offer, stack) if not fitting else ()
-        found.append(Rejected(method, engine, offer, needed, offer.gpu.usable_bytes, reason, tuple(changes)))
+        found.append(
+            Rejected(method, engine, offer, needed, offer.gpu.usable_bytes, reason, tuple(changes), stack)
+        )
     return found
 
 
