@@ -26,7 +26,8 @@ class Gpu:
     """One device. `usable_bytes` is the total a process sees; `nominal_bytes` the vendor's name.
 
     `flops_per_second` are dense matrix rates by dtype; a dtype without an entry is not supported by the
-    matrix units (T4 and V100 have no bf16).
+    matrix units (T4 and V100 have no bf16). `sustained` is the share of that rate which large matrix products
+    hold over a long run: power limits lower it, clocks above the stated boost (GeForce) raise it.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Gpu:
     nominal_bytes: int
     usable_bytes: int
     flops_per_second: dict[str, float]
+    sustained: float
     bandwidth_bytes_per_second: float
     link: Link
     pcie: Link
@@ -116,6 +118,7 @@ def catalogue() -> dict[str, Gpu]:
             nominal_bytes=r["nominal_bytes"],
             usable_bytes=r["usable_bytes"],
             flops_per_second=r["flops_per_second"],
+            sustained=r["sustained"],
             bandwidth_bytes_per_second=r["bandwidth_bytes_per_second"],
             link=_link(r["link"]),
             pcie=_link(r["pcie"]),

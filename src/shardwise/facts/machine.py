@@ -59,6 +59,7 @@ class Machine:
             nominal_bytes=self.memory_bytes,
             usable_bytes=self.memory_bytes,
             flops_per_second=rates,
+            sustained=0.6,
             bandwidth_bytes_per_second=bandwidth,
             link=none,
             pcie=none,

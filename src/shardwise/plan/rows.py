@@ -243,9 +243,21 @@ def _weight_bytes(text: Mapping[str, str]) -> float:
     return 4.0 if text.get("param_dtype", "").startswith("fp32") else 2.0
 
 
+_OWN_LORA = ("torchtune", "litgpt", "unsloth", "nvidia", "fsdp_qlora")
+
+
 def _program(text: Mapping[str, str]) -> Program:
     """What the run's software does that matters for time and that its columns say."""
     kind = text.get("act_ckpt", "none")
     share = 0.5 if "every 2nd" in kind else 1.0
-    fused = "fused" in text.get("attention", "") or "fused SwiGLU" in text.get("notes", "")
-    return Program(checkpointed=share, fused=fused)
+    notes, adapters, dtype = text.get("notes", ""), text.get("method") != "full", text.get("param_dtype", "")
+    kernels = re.search(r"fused [^;]*(RMSNorm|SwiGLU|RoPE)", notes) is not None
+    return Program(
+        checkpointed=share,
+        fused=kernels or "TE" in text.get("attention", ""),
+        experts="grouped" if re.search(r"scattermoe|grouped|TE\+", notes) else "looped",
+        # PEFT casts adapters to fp32 unless told otherwise; fused LoRA kernels and trainers with LoRA code of
+        # their own do not
+        fp32_adapters=adapters and not kernels and text.get("source", "") not in _OWN_LORA,
+        fp32_residual="fp32 upcast" in dtype or (dtype == "fp32" and "autocast" in text.get("precision", "")),
+    )

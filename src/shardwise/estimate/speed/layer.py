@@ -6,6 +6,7 @@ A matrix product of T rows with P weights takes max(2 T P / (peak x sustained x 
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import hypot
 
 from shardwise.estimate.speed import constants as c
 from shardwise.estimate.stack import Stack
@@ -18,13 +19,16 @@ class Program:
     """What a training program does that a recipe does not say. The defaults are ours.
 
     `checkpointed` is the share of layers recomputed under full checkpointing; `fused` says that norms, rotary
-    embeddings and activations run as single kernels; `experts`: grouped (one kernel for all) or looped.
+    embeddings and activations run as single kernels; `experts`: grouped (one kernel for all) or looped (each a
+    linear layer of its own, which 4-bit loading quantises too); `fp32_adapters`: adapters in fp32 on a bf16 base;
+    `fp32_residual`: norms and the residual stream in fp32 (4-bit models prepared the usual way).
     """
 
     checkpointed: float = 1.0
     fused: bool = False
     experts: str = "grouped"
-    reduces_every_micro_batch: bool = True
+    fp32_adapters: bool = False
+    fp32_residual: bool = False
 
 
 OURS = Program()
@@ -50,19 +54,14 @@ class Work:
 
     @property
     def seconds(self) -> float:
-        """The slower of the device and the host that feeds it."""
-        return max(self.busy, self.launch)
-
-
-def sustained(gpu: Gpu) -> float:
-    """Share of the matrix peak held over a long run."""
-    return c.SUSTAINED.get(gpu.capability, 0.6)
+        """Device and the host that feeds it, partly side by side: the root of the sum of squares."""
+        return hypot(self.busy, self.launch)
 
 
 @lru_cache(maxsize=65536)
 def micro_batch_work(
     shape_key: "ShapeKey",
-    gpu_key: tuple[str, float, float, float],
+    gpu_key: tuple[str, float, float, float, float],
     method: str,
     rank: int,
     targets: str | tuple[str, ...],
@@ -76,8 +75,7 @@ def micro_batch_work(
 ) -> Work:
     """One rank's work for `tokens` tokens in sequences of `sequence`."""
     shape = shape_key.shape
-    capability, peak, bandwidth, op_seconds = gpu_key
-    share = c.SUSTAINED.get(capability, 0.6)
+    capability, peak, share, bandwidth, op_seconds = gpu_key
     speed, stream = peak * share, bandwidth * c.BANDWIDTH
     passes = _passes(method, checkpointing, program)
     size = 4 if precision == "fp32" else 2
@@ -111,14 +109,18 @@ def micro_batch_work(
     attention_total = forward * (1 + again) + backward
     needed += 3 * attention_flops
 
-    elementwise = _elementwise_bytes(shape, size, compiled or program.fused) * tokens / stream
+    fused = compiled or program.fused
+    elementwise = _elementwise_bytes(shape, size, fused, program.fp32_residual) * tokens / stream
     if adapters:
-        elementwise += tokens * _adapter_bytes(shape, targets, size) / stream
-    elementwise *= 3 + _again(checkpointing, program)
+        elementwise += tokens * _adapter_bytes(shape, targets, fused, program) / stream
+    elementwise *= (3 + _again(checkpointing, program)) / c.CACHED.get(capability, 1.0)
+    if not fused:
+        elementwise *= c.EAGER
     dequantise = 0.0
     if method == "qlora":
         uses = 2 + _again(checkpointing, program)
-        dequantise = uses * shape.quantised_parameters * 2.6 / (bandwidth * c.DEQUANTISE_BANDWIDTH)
+        quantised = shape.quantised_parameters + (expert if program.experts == "looped" else 0)
+        dequantise = uses * quantised / c.DEQUANTISED_PER_SECOND
 
     launch = _operations(shape, method, targets, checkpointing, compiled, program) * op_seconds
     return Work(
@@ -152,7 +154,13 @@ class ShapeKey:
 def work_of(key: ShapeKey, gpu: Gpu, stack: Stack, program: Program = OURS) -> Work:
     """`micro_batch_work` of a stack on a GPU."""
     op = c.OP_SECONDS if gpu.kind == "cuda" else c.OP_SECONDS / 2
-    gpu_key = (gpu.capability, gpu.peak_flops(stack.precision), gpu.bandwidth_bytes_per_second, op)
+    gpu_key = (
+        gpu.capability,
+        gpu.peak_flops(stack.precision),
+        gpu.sustained,
+        gpu.bandwidth_bytes_per_second,
+        op,
+    )
     return micro_batch_work(
         key, gpu_key, stack.method, stack.lora_rank, stack.lora_targets, stack.tokens_per_micro_batch,
         stack.sequence_length, stack.activation_checkpointing, stack.precision, stack.attention, stack.compile,
@@ -227,6 +235,8 @@ def _attention_seconds(
         forward = 2 * flops / peak / 0.5 + square * 20 / stream
         return forward + traffic, 2 * forward + 2 * traffic
     newer = c.ATTENTION_NEWER if capability in ("9.0", "10.0", "10.3") else 1.0
+    if shape.family in _BIASED_ATTENTION:
+        newer /= c.ATTENTION_BIASED
     if capability == "cpu":
         newer = 0.7
     forward = flops / (peak * c.ATTENTION_FORWARD * newer)
@@ -234,7 +244,10 @@ def _attention_seconds(
     return max(forward, traffic), max(backward, 2 * traffic)
 
 
-def _elementwise_bytes(shape: ModelShape, size: int, fused: bool) -> float:
+_BIASED_ATTENTION = ("mpt", "bloom", "baichuan")  # ALiBi
+
+
+def _elementwise_bytes(shape: ModelShape, size: int, fused: bool, fp32_residual: bool) -> float:
     """Bytes per token and forward that norms, rotary embeddings, activations and residual sums move."""
     h, q = shape.hidden_size, shape.num_attention_heads * shape.head_dim
     kv = shape.num_key_value_heads * shape.head_dim
@@ -243,9 +256,11 @@ def _elementwise_bytes(shape: ModelShape, size: int, fused: bool) -> float:
     norms = 4 if shape.family in ("gemma2", "gemma3_text", "glm4") else 2
     # An RMS norm written out in fp32 moves about 34 bytes per element; one kernel 2 reads and 1 write.
     norm = 3 * size if fused or layer_norm or shape.mlp == "plain" else 34
+    if fp32_residual:
+        norm += 12  # fp32 in and out, and the cast to bf16 before each product
     rotary = (3 if fused else 9) * size * (q + kv)
     activation = (3 if fused else 5) * size * width if shape.mlp == "gated" else 2 * size * width
-    residual = 0 if fused else 2 * 3 * size * h
+    residual = 0 if fused else 2 * 3 * (4 if fp32_residual else size) * h
     per_layer = norms * norm * h + rotary + activation + residual
     return per_layer * shape.num_hidden_layers
 
@@ -254,8 +269,8 @@ def _mlp_width(shape: ModelShape) -> int:
     if not shape.is_moe:
         return shape.intermediate_size
     routed = shape.experts_per_token * shape.moe_intermediate_size
-    # permuting tokens to experts and back moves the hidden size twice per expert
-    return routed + shape.shared_expert_intermediate_size + shape.experts_per_token * shape.hidden_size
+    # gathering tokens for an expert, weighting and adding its output back: three times an activation's traffic
+    return routed + shape.shared_expert_intermediate_size + 3 * shape.experts_per_token * shape.hidden_size
 
 
 @lru_cache(maxsize=1024)
@@ -264,9 +279,10 @@ def _adapter_widths(key: ShapeKey, targets: str | tuple[str, ...]) -> tuple[int,
     return sum((t.shape[0] + t.shape[1]) * t.count for t in groups), sum(t.count for t in groups)
 
 
-def _adapter_bytes(shape: ModelShape, targets: str | tuple[str, ...], size: int) -> float:
+def _adapter_bytes(shape: ModelShape, targets: str | tuple[str, ...], fused: bool, program: Program) -> float:
     """An adapter reads its input again and adds its output to the base's: per token over all layers."""
-    return _adapter_widths(ShapeKey(shape), targets)[0] * size * 2
+    each = c.ADAPTER_FP32_BYTES if program.fp32_adapters else c.ADAPTER_BYTES
+    return _adapter_widths(ShapeKey(shape), targets)[0] * (each / 2 if fused else each)
 
 
 @lru_cache(maxsize=4096)

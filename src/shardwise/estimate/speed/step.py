@@ -53,22 +53,22 @@ def estimate_speed(shape: ModelShape, gpu: Gpu, stack: Stack, program: Program =
     work = work_of(key, gpu, stack, program)
     micro_batches = stack.gradient_accumulation_steps
     compute = work.seconds * micro_batches
-    exposed, contention = _communication(shape, gpu, stack, work, program)
+    exposed = _communication(shape, gpu, stack, work, program)
     update, moved = _update(shape, gpu, stack)
-    step = compute + contention + exposed + update + moved
+    step = compute + exposed + update + moved
     tokens = stack.tokens_per_micro_batch * micro_batches * stack.world_size
     per_gpu = tokens / stack.world_size / step
     peak = gpu.peak_flops(stack.precision)
     low, high = spread(shape, gpu, stack, work, exposed / step)
-    waiting = max(0.0, work.launch - work.busy) * micro_batches
+    waiting = (work.seconds - work.busy) * micro_batches
     parts: tuple[SpeedPart, ...] = (
         SpeedPart("matrix products", work.matrix * micro_batches, "2 FLOPs per weight, token and pass"),
         SpeedPart("attention", work.attention * micro_batches, "4 x tokens x keys x width, causal half"),
         SpeedPart("element-wise", work.elementwise * micro_batches, "bytes moved / memory bandwidth"),
         SpeedPart("loss", work.loss * micro_batches, "output matrix and softmax over the vocabulary"),
         SpeedPart("dequantisation", work.dequantise * micro_batches, "4-bit weights unpacked at every use"),
-        SpeedPart("waiting for the host", waiting, "operations issued one by one take longer than they run"),
-        SpeedPart("communication", exposed + contention, "collectives that compute does not hide"),
+        SpeedPart("waiting for the host", waiting, "operations are issued one by one, slower than some run"),
+        SpeedPart("communication", exposed, "collectives that compute does not hide"),
         SpeedPart("optimizer", update, "weights, gradients and states read and written once"),
         SpeedPart("offload", moved, "traffic between device, host and disk, and the update on the host"),
     )
@@ -110,13 +110,11 @@ def _layer_bytes(shape: ModelShape, stack: Stack) -> float:
     return float(size * shape.layer_parameters)
 
 
-def _communication(
-    shape: ModelShape, gpu: Gpu, stack: Stack, work: Work, program: Program
-) -> tuple[float, float]:
-    """(seconds of a step that compute waits for collectives, seconds lost to running beside them)."""
+def _communication(shape: ModelShape, gpu: Gpu, stack: Stack, work: Work, program: Program) -> float:
+    """Seconds of a step that compute waits for collectives, or is slowed by them."""
     n = stack.world_size
     if n == 1:
-        return 0.0, 0.0
+        return 0.0
     size = 4 if stack.precision == "fp32" else 2
     micro = stack.gradient_accumulation_steps
     trained = trained_parameters(shape, stack)
@@ -124,15 +122,11 @@ def _communication(
     forward = work.seconds * work.forward_share
     backward = work.seconds - forward
     if stack.sharding == "ddp":
-        reduce = everyone.reduce_seconds(size * trained)
-        hidden = min(reduce, backward * 0.9)
-        return reduce - hidden, hidden * c.CONTENTION
+        return _exposed(everyone.reduce_seconds(size * trained), backward)
     if stack.sharding in ("zero1", "zero2"):
         times = micro if stack.sharding == "zero2" else 1
         reduce = everyone.reduce_seconds(size * trained)
-        hidden = min(reduce, backward * 0.7)
-        gather = everyone.gather_seconds(size * trained)
-        return times * (reduce - hidden) + gather, times * hidden * c.CONTENTION
+        return times * _exposed(reduce, backward) + everyone.gather_seconds(size * trained)
     shard = group(gpu, stack.dp_shard, stack.gpus_per_node)
     layers = shape.num_hidden_layers
     gather = shard.gather_seconds(_layer_bytes(shape, stack))
@@ -140,15 +134,19 @@ def _communication(
     scatter = shard.gather_seconds(_gradient_bytes(stack) * trained / layers)
     per_layer_forward, per_layer_backward = forward / layers, backward / layers
     talk_forward, talk_backward = gather, gather * gathers_backward + scatter
-    exposed = max(0.0, talk_forward - per_layer_forward) + max(0.0, talk_backward - per_layer_backward)
-    hidden = min(talk_forward, per_layer_forward) + min(talk_backward, per_layer_backward)
+    exposed = _exposed(talk_forward, per_layer_forward) + _exposed(talk_backward, per_layer_backward)
     root = shard.gather_seconds(size * (shape.total_parameters - layers * shape.layer_parameters))
     total = micro * (layers * exposed + root + gather)
     if stack.dp_replicate > 1:
         replicas = group(gpu, stack.dp_replicate, stack.gpus_per_node, stack.dp_shard)
         reduce = replicas.reduce_seconds(_gradient_bytes(stack) * trained / stack.dp_shard)
-        total += max(0.0, reduce - 0.8 * backward)
-    return total, micro * layers * hidden * c.CONTENTION
+        total += _exposed(reduce, backward)
+    return total
+
+
+def _exposed(talk: float, compute: float) -> float:
+    """Seconds of a collective that `compute` seconds beside it do not hide."""
+    return max(talk - compute, (1 - c.OVERLAP) * talk)
 
 
 def _gradient_bytes(stack: Stack) -> int:
