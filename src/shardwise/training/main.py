@@ -18,12 +18,13 @@ from shardwise.errors import OutOfMemoryError as DeviceMemoryError
 from shardwise.recipe import Recipe, parse_recipe
 from shardwise.runs import RunFolder
 from shardwise.training import samples
+from shardwise.training.build import build_engine
 from shardwise.training.checkpoint.save import load
 from shardwise.training.engines.protocol import Engine, Ranks
 from shardwise.training.export.write import export
 from shardwise.training.loop import Job, Stop, log_evaluation, train
 from shardwise.training.meter import Meter, peak_resident_bytes
-from shardwise.training.model import ModelFolder, prepare_for_training
+from shardwise.training.model import ModelFolder
 from shardwise.training.progress import Bar
 
 PACKAGES = ("shardwise", "torch", "transformers", "peft", "deepspeed", "bitsandbytes")
@@ -139,42 +140,6 @@ def rank_main(run: RunFolder, ranks: Ranks, stop: Stop, resume: bool) -> None:
             "engine": engine.facts(),
         }
     )
-
-
-def build_engine(
-    recipe: Recipe, folder: ModelFolder, device: torch.device, ranks: Ranks, accumulation_steps: int
-) -> Engine:
-    """The engine that the recipe names, over a model that has been loaded and, for adapters, adapted."""
-    model: Any = _base(recipe, folder)
-    if recipe.method != "full":
-        from shardwise.training.adapters.lora import adapt
-
-        model = adapt(model, recipe.lora, recipe.training.seed)
-    module = prepare_for_training(model, recipe)
-    name = recipe.engine.name
-    if name == "ddp":
-        from shardwise.training.engines.ddp import DdpEngine
-
-        return DdpEngine(module, recipe, device, ranks, accumulation_steps > 1)
-    if name == "fsdp2":
-        from shardwise.training.engines.fsdp2 import Fsdp2Engine
-
-        return Fsdp2Engine(module, recipe, device, ranks, accumulation_steps > 1)
-    if name == "deepspeed":
-        from shardwise.training.engines.deepspeed import DeepSpeedEngine
-
-        return DeepSpeedEngine(module, recipe, device, ranks, accumulation_steps)
-    from shardwise.training.engines.single import SingleEngine
-
-    return SingleEngine(module, recipe, device, accumulation_steps > 1)
-
-
-def _base(recipe: Recipe, folder: ModelFolder) -> Any:
-    if recipe.method == "qlora":
-        from shardwise.training.adapters.qlora import load_quantised
-
-        return load_quantised(folder, recipe.quantization)
-    return folder.load()
 
 
 def versions() -> dict[str, str]:

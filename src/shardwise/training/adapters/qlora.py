@@ -37,4 +37,9 @@ def load_quantised(folder: ModelFolder, quantization: Quantization) -> PreTraine
     model = folder.load(**options)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
+    for module in model.modules():
+        # On CPUs with AVX512-BF16 the first evaluation would repack the weights for inference, for good: no
+        # backward pass after that, and shards of another layout.
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
     return model

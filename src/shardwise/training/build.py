@@ -1,0 +1,45 @@
+"""From a recipe and a model folder to a live engine."""
+
+from typing import Any
+
+import torch
+
+from shardwise.recipe import Recipe
+from shardwise.training.engines.protocol import Engine, Ranks
+from shardwise.training.model import ModelFolder, prepare_for_training
+
+
+def build_engine(
+    recipe: Recipe, folder: ModelFolder, device: torch.device, ranks: Ranks, accumulation_steps: int
+) -> Engine:
+    """The engine that the recipe names, over a model that has been loaded and, for adapters, adapted."""
+    model: Any = _base(recipe, folder)
+    if recipe.method != "full":
+        from shardwise.training.adapters.lora import adapt
+
+        model = adapt(model, recipe.lora, recipe.training.seed)
+    module = prepare_for_training(model, recipe)
+    name = recipe.engine.name
+    if name == "ddp":
+        from shardwise.training.engines.ddp import DdpEngine
+
+        return DdpEngine(module, recipe, device, ranks, accumulation_steps > 1)
+    if name == "fsdp2":
+        from shardwise.training.engines.fsdp2 import Fsdp2Engine
+
+        return Fsdp2Engine(module, recipe, device, ranks, accumulation_steps > 1)
+    if name == "deepspeed":
+        from shardwise.training.engines.deepspeed import DeepSpeedEngine
+
+        return DeepSpeedEngine(module, recipe, device, ranks, accumulation_steps)
+    from shardwise.training.engines.single import SingleEngine
+
+    return SingleEngine(module, recipe, device, accumulation_steps > 1)
+
+
+def _base(recipe: Recipe, folder: ModelFolder) -> Any:
+    if recipe.method == "qlora":
+        from shardwise.training.adapters.qlora import load_quantised
+
+        return load_quantised(folder, recipe.quantization)
+    return folder.load()

@@ -1,0 +1,131 @@
+"""What usually goes wrong in silence, looked for in a run's first two steps."""
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from shardwise.errors import RunError
+from shardwise.recipe.schema import Recipe
+from shardwise.training.engines.protocol import Engine, trained
+
+
+def starting_loss(loss: float, vocabulary: int) -> str | None:
+    """A warning when a model knows no more than a fair die over its vocabulary: its weights were not loaded.
+
+    Pretrained models start far below ln(vocabulary) even on text of another language.
+    """
+    if loss < 0.95 * math.log(vocabulary):
+        return None
+    return (
+        f"the loss starts at {loss:.2f}, and guessing among {vocabulary:,} tokens gives ln({vocabulary}) = "
+        f"{math.log(vocabulary):.2f}: this model's weights look untrained or not loaded"
+    )
+
+
+class GradientWatch:
+    """Notes which trained tensors have had a gradient that is not zero, on any rank."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.named = trained(engine.module.model)
+        self.seen: set[str] = set()
+        self.handles: list[Any] = []
+        for name, param in self.named:
+            self.handles.append(param.register_hook(self._note(name)))
+            if isinstance(param, DTensor):  # FSDP2's backward pass goes by gathered copies
+                self.handles.append(param.register_post_accumulate_grad_hook(self._note_kept(name)))
+
+    def _note(self, name: str) -> Any:
+        def hook(grad: torch.Tensor) -> None:
+            if name not in self.seen and bool(grad.count_nonzero()):
+                self.seen.add(name)
+
+        return hook
+
+    def _note_kept(self, name: str) -> Any:
+        def hook(param: torch.Tensor) -> None:
+            self.look(name, param)
+
+        return hook
+
+    def look(self, name: str, param: torch.Tensor) -> None:
+        """Note a gradient that an engine left on its parameter."""
+        grad = param.grad
+        if grad is None or name in self.seen:
+            return
+        local = grad.to_local() if isinstance(grad, DTensor) else grad
+        if bool(local.count_nonzero()):
+            self.seen.add(name)
+
+    def after_backward(self) -> None:
+        """To be called between the last backward pass of a step and its update."""
+        for name, param in self.named:
+            self.look(name, param)
+
+    def finish(self) -> list[str]:
+        """Stop watching. Names of trained tensors without any gradient, the same on all ranks (collective)."""
+        for handle in self.handles:
+            handle.remove()
+        flags = torch.tensor([float(name in self.seen) for name, _ in self.named], device=self.engine.device)
+        if self.engine.ranks.world_size > 1:
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        return [name for (name, _), flag in zip(self.named, flags.tolist(), strict=True) if not flag]
+
+
+def watch_gradients(engine: Engine) -> GradientWatch:
+    """Start watching; two steps are needed, since LoRA's first matrix gets none while the second is zero."""
+    return GradientWatch(engine)
+
+
+def compare_facts(facts: Mapping[str, Any], recipe: Recipe, world_size: int) -> list[str]:
+    """What the live engine is, where it differs from what the recipe asked for."""
+    asked: dict[str, Any] = {"engine": recipe.engine.name, "world_size": world_size}
+    if recipe.engine.device != "auto":
+        asked["device"] = recipe.engine.device
+    precision = {"bf16": "torch.bfloat16", "fp32": "torch.float32"}[recipe.training.precision]
+    if recipe.engine.name == "fsdp2":
+        section = recipe.engine.fsdp2
+        asked |= {
+            "reshard_after_forward": section.reshard_after_forward,
+            "cpu_offload": section.cpu_offload,
+            "sharded": True,
+        }
+    else:
+        asked["weights_dtype"] = precision
+    if recipe.engine.name == "deepspeed":
+        zero = recipe.engine.deepspeed
+        asked |= {
+            "zero_stage": zero.zero_stage,
+            "offload_optimizer": zero.offload_optimizer,
+            "offload_parameters": zero.offload_parameters,
+            "gradient_clipping": recipe.optimizer.max_grad_norm or 0.0,
+        }
+    asked["optimizer_dtype"] = "torch.float32" if recipe.optimizer.master_weights else precision
+    return [
+        f"{key}: asked {value}, found {facts.get(key)}"
+        for key, value in asked.items()
+        if not (str(facts.get(key)).startswith(str(value)) if key == "device" else facts.get(key) == value)
+    ]
+
+
+def ranks_differ(batches: Sequence[Any], engine: Engine) -> None:
+    """Raise RunError when two ranks were given the same rows: the run would be one rank's, at N times the price."""
+    if engine.ranks.world_size == 1:
+        return
+    digest = hashlib.sha256()
+    for batch in batches:
+        digest.update(batch.input_ids.cpu().numpy().tobytes())
+    mine = int.from_bytes(digest.digest()[:7], "big")
+    found: list[int] = [0] * engine.ranks.world_size
+    dist.all_gather_object(found, mine if any(b.trained_tokens for b in batches) else -engine.ranks.rank - 1)
+    if len(set(found)) < len(found):
+        raise RunError(
+            f"{len(found) - len(set(found)) + 1} of {len(found)} ranks hold the same rows in the first step",
+            "each rank must train on its own share",
+            "please report this with the recipe; the data may also consist of equal rows",
+        )
