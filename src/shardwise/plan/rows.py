@@ -254,10 +254,12 @@ def _program(text: Mapping[str, str]) -> Program:
     kernels = re.search(r"fused [^;]*(RMSNorm|SwiGLU|RoPE)", notes) is not None
     return Program(
         checkpointed=share,
-        fused=kernels or "TE" in text.get("attention", ""),
+        fused="all" if "TE" in text.get("attention", "") else "kernels" if kernels else "none",
         experts="grouped" if re.search(r"scattermoe|grouped|TE\+", notes) else "looped",
         # PEFT casts adapters to fp32 unless told otherwise; fused LoRA kernels and trainers with LoRA code of
         # their own do not
-        fp32_adapters=adapters and not kernels and text.get("source", "") not in _OWN_LORA,
+        fp32_adapters=adapters
+        and not (kernels and text.get("method") == "qlora")
+        and text.get("source", "") not in _OWN_LORA,
         fp32_residual="fp32 upcast" in dtype or (dtype == "fp32" and "autocast" in text.get("precision", "")),
     )

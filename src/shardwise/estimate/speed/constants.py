@@ -7,12 +7,14 @@ Each was set from public kernel benchmarks and then checked against the measured
 ATTENTION_FORWARD, ATTENTION_BACKWARD = 0.62, 0.50
 # On Hopper and later the same kernel reaches less of a larger peak (arXiv 2407.08608, figure 5: 350 to 400 TFLOP/s).
 ATTENTION_NEWER = 0.62
+ATTENTION_SMALL_HEAD = 0.8  # heads of 64 elements
 # A bias on the scores (ALiBi) has no FlashAttention-2 kernel; Triton's takes about this much longer.
 ATTENTION_BIASED = 1.8
 BANDWIDTH = 0.80  # share of DRAM bandwidth that element-wise kernels reach
 # Ada and Blackwell desktop chips have 64 to 128 MB of cache: chains of element-wise kernels partly stay in it.
 CACHED = {"8.9": 1.5, "12.0": 1.5}
-EAGER = 1.25  # element-wise kernels of an eager layer beside those counted: copies, casts, transposes, masks
+EAGER = 1.1  # element-wise kernels of an eager layer beside those counted: copies, casts, transposes, masks
+SHORT_SUM = 200  # elements: what starting and ending a matrix product costs, as length of its inner sum
 TILE = 128  # rows of a matrix product that are computed together
 OP_SECONDS = 12e-6  # time a host needs to issue one operation in eager PyTorch, forward or backward
 OPS_PER_LAYER = 45  # operations of one eager decoder layer's forward; its backward issues twice as many

@@ -18,14 +18,14 @@ from shardwise.facts.model import ModelShape
 class Program:
     """What a training program does that a recipe does not say. The defaults are ours.
 
-    `checkpointed` is the share of layers recomputed under full checkpointing; `fused` says that norms, rotary
-    embeddings and activations run as single kernels; `experts`: grouped (one kernel for all) or looped (each a
+    `checkpointed` is the share of layers recomputed under full checkpointing; `fused`: "kernels" for norms and
+    rotary embeddings, "all" for activations and residual sums too; `experts`: grouped (one kernel for all) or looped (each a
     linear layer of its own, which 4-bit loading quantises too); `fp32_adapters`: adapters in fp32 on a bf16 base;
     `fp32_residual`: norms and the residual stream in fp32 (4-bit models prepared the usual way).
     """
 
     checkpointed: float = 1.0
-    fused: bool = False
+    fused: str = "none"
     experts: str = "grouped"
     fp32_adapters: bool = False
     fp32_residual: bool = False
@@ -81,7 +81,7 @@ def micro_batch_work(
     size = 4 if precision == "fp32" else 2
 
     dense, expert, head = _matrix_parameters(shape)
-    fill = _fill(tokens)
+    fill = _fill(tokens) * _depth(shape.hidden_size)
     per_pass = max(2 * tokens * dense / (speed * fill), dense * size / stream)
     matrix = passes * per_pass
     needed = 2.0 * tokens * dense * (3 if method == "full" else 2)
@@ -90,7 +90,7 @@ def micro_batch_work(
         touched = min(shape.num_experts, rows)
         per_expert = rows / shape.num_experts
         active = expert * shape.experts_per_token / shape.num_experts
-        flops = 2 * tokens * active / (speed * _fill(per_expert))
+        flops = 2 * tokens * active / (speed * _fill(per_expert) * _depth(shape.hidden_size))
         matrix += passes * max(flops, expert * touched / shape.num_experts * size / stream)
         needed += 2 * tokens * active * (3 if method == "full" else 2)
     adapters = shape.lora_parameters(rank, targets) if method != "full" else 0
@@ -109,12 +109,12 @@ def micro_batch_work(
     attention_total = forward * (1 + again) + backward
     needed += 3 * attention_flops
 
-    fused = compiled or program.fused
-    elementwise = _elementwise_bytes(shape, size, fused, program.fp32_residual) * tokens / stream
+    compiled = compiled or program.fused == "all"
+    elementwise = _elementwise_bytes(shape, size, compiled, program) * tokens / stream
     if adapters:
-        elementwise += tokens * _adapter_bytes(shape, targets, fused, program) / stream
+        elementwise += tokens * _adapter_bytes(shape, targets, compiled, program) / stream
     elementwise *= (3 + _again(checkpointing, program)) / c.CACHED.get(capability, 1.0)
-    if not fused:
+    if not compiled:
         elementwise *= c.EAGER
     dequantise = 0.0
     if method == "qlora":
@@ -195,6 +195,11 @@ def _matrix_parameters(shape: ModelShape) -> tuple[int, int, int]:
     return _matrix_parameters_of(ShapeKey(shape))
 
 
+def _depth(width: int) -> float:
+    """Short inner sums leave a product's start and end visible; 1 for a width of 8,192."""
+    return width / (width + c.SHORT_SUM) * (1 + c.SHORT_SUM / 8192)
+
+
 def _fill(rows: float) -> float:
     """How full the tiles of a product with that many rows are: 1 for many, less when the last tile is ragged."""
     if rows <= 0:
@@ -235,10 +240,12 @@ def _attention_seconds(
         forward = 2 * flops / peak / 0.5 + square * 20 / stream
         return forward + traffic, 2 * forward + 2 * traffic
     newer = c.ATTENTION_NEWER if capability in ("9.0", "10.0", "10.3") else 1.0
-    if shape.family in _BIASED_ATTENTION:
-        newer /= c.ATTENTION_BIASED
     if capability == "cpu":
         newer = 0.7
+    if shape.family in _BIASED_ATTENTION:
+        newer /= c.ATTENTION_BIASED
+    elif shape.head_dim < 128:  # smaller heads fill the matrix units less (arXiv 2307.08691, figure 4)
+        newer *= c.ATTENTION_SMALL_HEAD
     forward = flops / (peak * c.ATTENTION_FORWARD * newer)
     backward = 2.5 * flops / (peak * c.ATTENTION_BACKWARD * newer)
     return max(forward, traffic), max(backward, 2 * traffic)
@@ -247,7 +254,7 @@ def _attention_seconds(
 _BIASED_ATTENTION = ("mpt", "bloom", "baichuan")  # ALiBi
 
 
-def _elementwise_bytes(shape: ModelShape, size: int, fused: bool, fp32_residual: bool) -> float:
+def _elementwise_bytes(shape: ModelShape, size: int, compiled: bool, program: Program) -> float:
     """Bytes per token and forward that norms, rotary embeddings, activations and residual sums move."""
     h, q = shape.hidden_size, shape.num_attention_heads * shape.head_dim
     kv = shape.num_key_value_heads * shape.head_dim
@@ -255,12 +262,13 @@ def _elementwise_bytes(shape: ModelShape, size: int, fused: bool, fp32_residual:
     layer_norm = any((t.kind == "bias" and "norm" in t.name) or ".ln_" in t.name for t in shape.tensors)
     norms = 4 if shape.family in ("gemma2", "gemma3_text", "glm4") else 2
     # An RMS norm written out in fp32 moves about 34 bytes per element; one kernel 2 reads and 1 write.
+    fused = compiled or program.fused == "kernels"
     norm = 3 * size if fused or layer_norm or shape.mlp == "plain" else 34
-    if fp32_residual:
+    if program.fp32_residual:
         norm += 12  # fp32 in and out, and the cast to bf16 before each product
     rotary = (3 if fused else 9) * size * (q + kv)
-    activation = (3 if fused else 5) * size * width if shape.mlp == "gated" else 2 * size * width
-    residual = 0 if fused else 2 * 3 * (4 if fp32_residual else size) * h
+    activation = (3 if compiled else 5) * size * width if shape.mlp == "gated" else 2 * size * width
+    residual = 0 if compiled else 2 * 3 * (4 if program.fp32_residual else size) * h
     per_layer = norms * norm * h + rotary + activation + residual
     return per_layer * shape.num_hidden_layers
 
@@ -279,10 +287,12 @@ def _adapter_widths(key: ShapeKey, targets: str | tuple[str, ...]) -> tuple[int,
     return sum((t.shape[0] + t.shape[1]) * t.count for t in groups), sum(t.count for t in groups)
 
 
-def _adapter_bytes(shape: ModelShape, targets: str | tuple[str, ...], fused: bool, program: Program) -> float:
+def _adapter_bytes(
+    shape: ModelShape, targets: str | tuple[str, ...], compiled: bool, program: Program
+) -> float:
     """An adapter reads its input again and adds its output to the base's: per token over all layers."""
     each = c.ADAPTER_FP32_BYTES if program.fp32_adapters else c.ADAPTER_BYTES
-    return _adapter_widths(ShapeKey(shape), targets)[0] * (each / 2 if fused else each)
+    return _adapter_widths(ShapeKey(shape), targets)[0] * (each / 2 if compiled else each)
 
 
 @lru_cache(maxsize=4096)
