@@ -1,0 +1,324 @@
+"""Examples -> token ids and marks: exactly the assistant's text and its end token are trained.
+
+A chat is rendered once whole, and once as the prompt of each answer. Where a prompt is a prefix of the whole,
+the rest up to the end token is what the model has to write: that part is trained. This needs no generation
+marks in the template. The text is tokenized in pieces cut at these places, so the tokens before an answer are
+the very tokens that the model sees when it is asked to answer. Where a template renders an earlier answer
+differently once other turns follow (some drop its reasoning), that answer carries no label, and is counted.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from shardwise.data.conversations import Message, RowProblem, conversation
+from shardwise.data.formats import Chat, Example, Pair, Preference, Text
+from shardwise.data.sandbox import TemplateRefusal
+from shardwise.data.store import INSIDE_CHARACTER, TRAINED
+from shardwise.data.templates import ChatTemplate
+from shardwise.data.tokenizer import Tokenizer
+from shardwise.errors import DataError
+
+_QUOTE = 0x100000  # private use plane: control-token text of a row while its template runs
+
+
+@dataclass
+class Encoded:
+    """ids (T,) int32, marks (T,) uint8 (store.TRAINED, store.INSIDE_CHARACTER)."""
+
+    ids: np.ndarray
+    marks: np.ndarray
+    text: bool
+    ended: bool
+    notes: tuple[str, ...] = ()
+
+
+@dataclass
+class _Plan:
+    text: str
+    spans: list[tuple[int, int]]  # character ranges that are trained
+    special: bool = False  # let the tokenizer add its own tokens (bos)
+    add_end: bool = False
+    document: bool = False
+    quoted: dict[str, str] | None = None  # not None: control-token text is only text (encode_guarded)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class Encoder:
+    """`train_on`: assistant, or all (every token carries a label)."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    train_on: str = "assistant"
+
+    @cached_property
+    def _control(self) -> re.Pattern[str] | None:
+        names = self.tokenizer.control
+        return re.compile("|".join(re.escape(n) for n in names)) if names else None
+
+    def encode(self, examples: Sequence[Example]) -> Iterator[Encoded | RowProblem]:
+        """One result per example, in order."""
+        plans: list[_Plan | RowProblem] = []
+        for example in examples:
+            try:
+                plans.append(self._plan(example))
+            except RowProblem as problem:
+                plans.append(problem)
+        batches = self._tokenize([p for p in plans if isinstance(p, _Plan)])
+        for plan in plans:
+            if isinstance(plan, RowProblem):
+                yield plan
+                continue
+            found = next(batches)
+            yield found if isinstance(found, RowProblem) else self._finish(plan, *found)
+
+    def _finish(self, plan: _Plan, ids: np.ndarray, marks: np.ndarray) -> Encoded:
+        end = self.tokenizer.end
+        if plan.add_end and end is not None and (len(ids) == 0 or int(ids[-1]) != end):
+            ids = np.append(ids, np.int32(end))
+            marks = np.append(marks, np.uint8(TRAINED))
+        elif plan.add_end and len(ids):
+            marks[-1] |= TRAINED
+        if self.train_on == "all":
+            marks |= TRAINED
+        trained = np.flatnonzero(marks & TRAINED)
+        ended = bool(len(trained)) and int(ids[trained[-1]]) in self.ends
+        return Encoded(ids, marks, plan.document, ended, tuple(plan.notes))
+
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        ends = {self.tokenizer.end}
+        if self.template is not None and self.template.end:
+            ends.add(self.tokenizer.control[self.template.end])
+        return frozenset(i for i in ends if i is not None)
+
+    # -- examples to text and trained character ranges
+
+    def _plan(self, example: Example) -> _Plan:
+        if isinstance(example, Chat):
+            return self._chat_plan(example)
+        if isinstance(example, Pair):
+            completion = example.completion
+            end = self.tokenizer.end_text
+            if end and completion.endswith(end) and completion != end:
+                completion = completion[: -len(end)]
+            text = example.prompt + completion
+            return self._plain(text, [(len(example.prompt), len(text))], add_end=True)
+        if isinstance(example, Text):
+            plan = self._plain(example.text, [(0, len(example.text))], add_end=example.whole)
+            plan.document = True
+            return plan
+        assert isinstance(example, Preference)
+        raise RowProblem("a preference pair cannot be trained on with this method")
+
+    def _plain(self, text: str, spans: list[tuple[int, int]], add_end: bool) -> _Plan:
+        plan = _Plan(text, spans, special=True, add_end=add_end)
+        if self._control and self._control.search(text):
+            plan.quoted = {}
+            plan.notes.append("control-token text, kept as plain text")
+        return plan
+
+    def _chat_plan(self, chat: Chat) -> _Plan:
+        template = self.template
+        if template is None:
+            raise DataError("chats need a chat template", "none is given", "set model.chat_template")
+        notes: list[str] = []
+        messages, quoted = self._quote(chat.messages, notes)
+        if any(m.get("tool_calls") for m in messages) and template.arguments is None:
+            raise RowProblem("the chat template does not write tool calls")
+        messages = template.shaped(messages)
+        try:
+            whole = template.raw(messages, False, chat.tools)
+            spans = self._answers(template, messages, chat.tools, whole, notes)
+        except TemplateRefusal as problem:
+            raise RowProblem(f"the chat template refuses it: {problem}") from None
+        if not spans:
+            raise RowProblem("no answer is left to train on (every one has weight 0)")
+        plan = _Plan(whole, spans, quoted=quoted or None, notes=notes)
+        if not template.end:  # the template never says that an answer is over
+            plan.text = whole[: spans[-1][1]]
+            plan.add_end = True
+        return plan
+
+    def _answers(
+        self,
+        template: ChatTemplate,
+        messages: list[Message],
+        tools: Sequence[dict[str, Any]],
+        whole: str,
+        notes: list[str],
+    ) -> list[tuple[int, int]]:
+        """Character ranges of the answers in `whole`, each with its end token."""
+        spans = []
+        answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        for i in answers:
+            if messages[i].get("weight") == 0:
+                continue
+            last = i == len(messages) - 1
+            start = template.raw(messages[:i], True, tools)
+            until = whole if last else template.raw(messages[: i + 1], False, tools)
+            if not until.startswith(start):
+                if last:
+                    raise RowProblem(
+                        "the chat template renders the prompt differently from the finished chat"
+                    )
+                notes.append("an earlier answer that the template rewrites, not trained")
+                continue
+            first, end = self._turn(template, messages[i], until, len(start))
+            if not whole.startswith(until[:end]):
+                notes.append("an earlier answer that the template rewrites, not trained")
+                continue
+            spans.append((first, end))
+        return spans
+
+    def _turn(self, template: ChatTemplate, message: Message, text: str, start: int) -> tuple[int, int]:
+        """Where one answer begins and ends in a text that ends with it."""
+        content = message["content"].strip()
+        at = text.find(content, start) if content else start
+        plain = not message.get("tool_calls") and not message.get("reasoning_content")
+        first = start
+        if at >= 0 and plain and not template.prompts and text[start:at].strip():
+            first = at  # no answer header in prompts: it stands between prompt and content
+        if at < 0:
+            at = start
+        after = at + len(content)
+        found = list(self._control.finditer(text, after)) if self._control else []
+        if plain and content:
+            close = next((m for m in found if not text[after : m.start()].strip()), None)
+        else:
+            close = found[-1] if found else None
+        if close is not None and template.end:
+            return first, close.end()
+        return first, len(text.rstrip()) if text[after:].strip() else after
+
+    def _quote(self, messages: Sequence[Message], notes: list[str]) -> tuple[list[Message], dict[str, str]]:
+        """Control-token text in contents -> stand-ins, so that the template's own can be told from it."""
+        names = list(self.tokenizer.control)
+        if not self._control or not any(self._control.search(t) for m in messages for t in _texts(m)):
+            return list(messages), {}
+        stand_in = {name: chr(_QUOTE + i) for i, name in enumerate(names)}
+        if any(char in t for m in messages for t in _texts(m) for char in stand_in.values()):
+            raise RowProblem("it holds control-token text and private-use characters")
+        pattern = self._control
+
+        def quote(value: Any) -> Any:
+            if isinstance(value, str):
+                return pattern.sub(lambda m: stand_in[m[0]], value)
+            if isinstance(value, dict):
+                return {quote(k): quote(v) for k, v in value.items()}
+            return [quote(v) for v in value] if isinstance(value, list | tuple) else value
+
+        end = self.template.end if self.template else ""
+        out = []
+        for message in messages:
+            content = message["content"]
+            if message["role"] == "assistant" and end and content.endswith(end) and content != end:
+                message = message | {"content": content[: -len(end)]}
+            out.append({k: v if k == "role" else quote(v) for k, v in message.items()})
+        used = {
+            char: name for name, char in stand_in.items() if any(char in t for m in out for t in _texts(m))
+        }
+        if used:
+            notes.append("control-token text in a turn, kept as plain text")
+        return out, used
+
+    # -- text to tokens
+
+    def _tokenize(self, plans: list[_Plan]) -> Iterator[tuple[np.ndarray, np.ndarray] | RowProblem]:
+        pieces = [_pieces(p) if self._cut(p) else [(p.text, False)] for p in plans]
+        groups: dict[bool, list[str]] = {True: [], False: []}
+        for plan, parts in zip(plans, pieces, strict=True):
+            if plan.quoted is None:
+                groups[plan.special] += [text for text, _ in parts]
+        encoded = {k: iter(self.tokenizer.encode(v, special=k)) if v else iter(()) for k, v in groups.items()}
+        for plan, parts in zip(plans, pieces, strict=True):
+            try:
+                done = []
+                for text, trained in parts:
+                    if plan.quoted is None:
+                        encoding = next(encoded[plan.special])
+                        ids = np.array(encoding.ids, dtype=np.int32)
+                    else:
+                        ids, encoding = self.tokenizer.encode_guarded(text, plan.quoted, plan.special)
+                    marks = np.full(len(ids), TRAINED if trained else 0, np.uint8)
+                    if not text.isascii():
+                        marks |= _inside(encoding.offsets)
+                    if not self._cut(plan):
+                        marks |= _covered(encoding.offsets, plan.spans)
+                    done.append((ids, marks))
+                yield np.concatenate([d[0] for d in done]), np.concatenate([d[1] for d in done])
+            except DataError as problem:
+                yield RowProblem(f"{problem.what}: {problem.why}")
+
+    def _cut(self, plan: _Plan) -> bool:
+        """Whether to tokenize in pieces. Plain text is one text whose boundary is found by characters."""
+        return not plan.special and self.tokenizer.splits
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> np.ndarray:
+        """Ids (T,) of the prompt after which the model answers, made just as training rows are."""
+        if self.template is None:
+            raise DataError("chats need a chat template", "none is given", "set model.chat_template")
+        try:
+            turns, given = conversation(list(messages), list(tools), answered=False)
+        except RowProblem as problem:
+            raise DataError(
+                "the prompt is no chat", str(problem), "give turns with role and content"
+            ) from None
+        shaped, quoted = self._quote(turns, [])
+        shaped = self.template.shaped(shaped)
+        try:
+            text = self.template.raw(shaped, True, given)
+            spans = self._answers(self.template, shaped, given, text, [])
+        except TemplateRefusal as problem:
+            raise DataError("the chat template refuses the prompt", str(problem), "see its text") from None
+        found = next(self._tokenize([_Plan(text, spans, quoted=quoted or None)]))
+        if isinstance(found, RowProblem):
+            raise DataError("the prompt cannot be tokenized", str(found))
+        return found[0]
+
+
+def _pieces(plan: _Plan) -> list[tuple[str, bool]]:
+    """(text, trained) in order, cut at the spans."""
+    out, at = [], 0
+    for first, end in plan.spans:
+        out += [(plan.text[at:first], False), (plan.text[first:end], True)]
+        at = end
+    out.append((plan.text[at:], False))
+    return [piece for piece in out if piece[0]]
+
+
+def _inside(offsets: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Marks of tokens that go on with the character of the token before: (T,) uint8."""
+    marks = np.zeros(len(offsets), np.uint8)
+    if len(offsets) > 1:
+        table = np.asarray(offsets, dtype=np.int64)
+        inside = (table[1:, 0] < table[:-1, 1]) & (table[1:, 1] > table[1:, 0])
+        marks[1:][inside] = INSIDE_CHARACTER
+    return marks
+
+
+def _covered(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Marks of tokens with a character in a span: a token across its beginning is trained. (T,) uint8."""
+    table = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
+    marks = np.zeros(len(table), np.uint8)
+    for first, end in spans:
+        marks[(table[:, 1] > first) & (table[:, 0] < end) & (table[:, 1] > table[:, 0])] = TRAINED
+    return marks
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text inside a message."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield str(key)
+            yield from _texts(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)
