@@ -18,6 +18,7 @@ COMMANDS = {
     "chat": ("shardwise.cli.chat", "chat", "Talk to a trained model."),
     "data": ("shardwise.cli.data", "data", "Check a data set before training on it."),
     "recipe": ("shardwise.cli.recipe", "recipe", "Every key of a recipe, or its JSON Schema."),
+    "accuracy": ("shardwise.cli.accuracy", "accuracy", "Score the estimates against measured runs."),
     "doctor": ("shardwise.cli.doctor", "doctor", "What can and cannot run on this machine, and why."),
 }
 

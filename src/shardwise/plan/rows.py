@@ -23,7 +23,8 @@ _GIB, _GB = 2**30, 10**9
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measured run. `declined` is why no estimate is made at all; empty when one is.
+    """One measured run. `declined` is why its time is not estimated; empty when it is. `stack` is None where
+    the columns do not say it.
 
     `program` is what the run's software does for speed; `raw` the columns as they stand, for whoever maps more.
     `weight_bytes` are bytes per resident parameter of the base.
@@ -34,7 +35,7 @@ class Row:
     declined: str
     shape: ModelShape | None = None
     gpu: Gpu | None = None
-    stack: Stack = field(default_factory=Stack)
+    stack: Stack | None = None
     program: Program = field(default_factory=Program)
     weight_bytes: float = 2.0
     measured_bytes: float | None = None
@@ -69,7 +70,7 @@ def read_rows(path: str | Path) -> list[Row]:
 
 
 def parse_row(raw: Mapping[str, str]) -> Row:
-    """One line of the table -> Row."""
+    """One line of the table -> Row. What can be read is filled in also where no time is estimated."""
     text = {k: (v or "").strip() for k, v in raw.items() if k}
     base: dict[str, Any] = {"id": text["id"], "raw": text, **_measured(text)}
     shape = named_shape(text["model"])
@@ -77,17 +78,15 @@ def parse_row(raw: Mapping[str, str]) -> Row:
         return Row(declined=f"model {text['model']} is not in the catalogue", **base)
     base["shape"] = shape
     try:
-        base["gpu"] = find_gpu(text["gpu_kind"])
-    except UsageError:
-        return Row(declined=f"GPU {text['gpu_kind']} is not in the catalogue", **base)
-    reason = _not_offered(text)
-    if reason:
-        return Row(declined=reason, **base)
-    try:
         base["stack"] = _stack(text, shape)
     except ValueError as problem:
         return Row(declined=f"a column cannot be read: {problem}", **base)
-    return Row(declined="", program=_program(text), weight_bytes=_weight_bytes(text), **base)
+    base |= {"program": _program(text), "weight_bytes": _weight_bytes(text)}
+    try:
+        base["gpu"] = find_gpu(text["gpu_kind"])
+    except UsageError:
+        return Row(declined=f"GPU {text['gpu_kind']} is not in the catalogue", **base)
+    return Row(declined=_not_offered(text), **base)
 
 
 def _measured(text: Mapping[str, str]) -> dict[str, Any]:
