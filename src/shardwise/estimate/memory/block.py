@@ -125,11 +125,17 @@ class Forward:
     """Plays layers on a sheet."""
 
     def __init__(
-        self, sheet: Sheet, block: Block, trainer: Trainer, widths: Widths, tokens: int, attention: str
+        self,
+        sheet: Sheet,
+        block: Block,
+        trainer: Trainer,
+        widths: Widths,
+        tokens: int,
+        attention: str,
+        sequence: int,
     ) -> None:
         self.sheet, self.block, self.trainer, self.w = sheet, block, trainer, widths
-        self.tokens, self.attention = tokens, attention
-        self.copies_groups = attention == "math"
+        self.tokens, self.attention, self.sequence = tokens, attention, sequence
         self.layer_name = ""
 
     # Single operations
@@ -143,7 +149,7 @@ class Forward:
         base = sheet.op(
             tokens * m.outputs * w.compute,
             [source],
-            [source] if m.trained else [],
+            [source] if m.trained or (m.quantised and self.trainer.quantised_inputs) else [],
             weights=weights,
             scratch=m.size * w.compute if m.quantised else 0,
             backward_scratch=m.size * w.compute if m.quantised else 0,
@@ -162,6 +168,13 @@ class Forward:
             base = copy
         cast = x.bytes != tokens * m.inputs * a
         source = sheet.op(tokens * m.inputs * a, [x]) if cast else x
+        if self.trainer.adapter_dropout:
+            mask = sheet.new(tokens * m.inputs)
+            dropped = sheet.op(source.bytes, [source], [mask])
+            sheet.drop(mask)
+            if cast:
+                sheet.drop(source)
+            source, cast = dropped, True
         down = sheet.op(
             tokens * m.rank * a, [source], [source], weights=[(name + ".A", m.inputs * m.rank * stored)]
         )
@@ -186,7 +199,7 @@ class Forward:
         sheet, block = self.sheet, self.block
         trained = [(f"{self.layer_name}{name}", width * self.w.weight)] if block.trained else []
         full, out = rows * width * 4, rows * width * (x.bytes // (rows * width))
-        if block.layer_norm or self.trainer.norm == "fused":
+        if block.layer_norm or self.trainer.norm == "fused" or self.trainer.compiled:
             stats = sheet.new(rows * (8 if block.layer_norm else 4))
             y = sheet.op(out, [x], [x, stats], weights=trained)
             sheet.drop(stats)
@@ -209,6 +222,8 @@ class Forward:
         """Scaled dot-product attention: flash keeps q, k, v, the output and one fp32 per head and token."""
         sheet, b, tokens = self.sheet, self.block, self.tokens
         size = tokens * b.heads * b.head_dim * self.w.compute
+        if self.attention == "eager":
+            return self._attend_written_out(q, k, v)
         lse = sheet.new(tokens * b.heads * 4)
         out = sheet.op(size, [q, k, v], [q, k, v, lse], save_output=True)
         sheet.drop(lse)
@@ -218,11 +233,39 @@ class Forward:
             return whole
         return out
 
+    def _attend_written_out(self, q: Paper, k: Paper, v: Paper) -> Paper:
+        """Scores of all pairs in a sequence, softmax in fp32, cast back, product with v."""
+        sheet, b, c = self.sheet, self.block, self.w.compute
+        pairs = self.tokens * b.heads * self.sequence
+        scores = sheet.op(pairs * c, [q, k], [q, k], scratch=pairs * c)
+        weights = sheet.op(pairs * 4, [scores], save_output=True)
+        sheet.drop(scores)
+        low = sheet.op(pairs * c, [weights])
+        sheet.drop(weights)
+        out = sheet.op(q.bytes, [low, v], [low, v])
+        sheet.drop(low)
+        return out
+
+    def kept_when_selective(self) -> int:
+        """Bytes of a layer that selective checkpointing does not make again: attention's output, and where the
+        policy says so half of the matrix products' outputs."""
+        b, c = self.block, self.w.compute
+        attention = self.tokens * b.heads * (b.head_dim * c + 4)
+        if not self.trainer.selective_products:
+            return attention
+        mlp = (*b.mlp_in, *((b.mlp_out,) if b.mlp_out else ()))
+        outputs = sum(m.outputs for m in (*b.attention_in, b.attention_out, *mlp))
+        return attention + self.tokens * outputs * c // 2
+
     # Parts of a layer
 
     def self_attention(self, x: Paper) -> Paper:
         sheet, b, tokens, c = self.sheet, self.block, self.tokens, self.w.compute
         parts = [self.linear(x, m) for m in b.attention_in]
+        if len(parts) == 3 and self.trainer.fused_qkv:
+            whole = sheet.op(sum(p.bytes for p in parts), parts, alias=True)
+            sheet.drop(*parts)
+            parts = [whole]
         if len(parts) == 3:
             q, k, v = parts
         else:  # one fused matrix; its parts are views until rotary embeddings copy q and k
@@ -242,6 +285,10 @@ class Forward:
             turned = [sheet.op(t.bytes, [t], scratch=2 * t.bytes, backward_early=2 * t.bytes) for t in (q, k)]
             sheet.drop(q, k)
             q, k = turned
+        if self.trainer.expands_groups and b.kv_heads < b.heads:
+            wide = [sheet.op(q.bytes, [t]) for t in (k, v)]
+            sheet.drop(k, v)
+            k, v = wide
         out = self.attend(q, k, v)
         sheet.drop(q, k, v)
         result = self.linear(out, b.attention_out)
@@ -263,11 +310,14 @@ class Forward:
             width = tokens * b.mlp_out.inputs * c
             fused = len(b.mlp_in) == 1
             act = sheet.op(width, [gate], [gate])
+            if not fused and not self.trainer.compiled:
+                sheet.drop(gate)  # transformers writes act(gate(x)) * up(x): gate is gone before up is made
             up = gate if fused else self.linear(x, b.mlp_in[1])
-            if not fused:
-                sheet.drop(gate)
-            active = sheet.op(width, [act, up], [act, up])
+            compiled = self.trainer.compiled
+            active = sheet.op(width, [act, up], [gate if compiled else act, up])
             sheet.drop(act, up)
+            if not fused and compiled:
+                sheet.drop(gate)
         out = self.linear(active, b.mlp_out)
         sheet.drop(active)
         return out

@@ -4,6 +4,7 @@ What a rank holds between steps comes from `states`; what lives during a step is
 term states its formula with the numbers put in.
 """
 
+from dataclasses import replace
 from functools import lru_cache
 
 from shardwise.estimate.memory.block import Widths, block_of
@@ -11,6 +12,7 @@ from shardwise.estimate.memory.fixed import fixed_bytes, reserved_bytes
 from shardwise.estimate.memory.host import disk_bytes_per_node, host_bytes_per_node
 from shardwise.estimate.memory.paper import Sheet
 from shardwise.estimate.memory.play import Around, Question, play
+from shardwise.estimate.memory.reserved import replayed_bytes
 from shardwise.estimate.memory.states import UPDATE_TEMPORARIES, Held, held
 from shardwise.estimate.memory.terms import PHASES, TERMS, MemoryEstimate, MemoryTerm
 from shardwise.estimate.memory.trainer import OURS, OURS_FULL_LOSS, Trainer
@@ -27,15 +29,14 @@ def estimate_memory(shape: ModelShape, stack: Stack, trainer: Trainer | None = N
 
     Ignores: unequal shards (below 0.1 %), scratch memory inside kernels other than those stated.
     """
-    if trainer is None:
-        trainer = OURS if stack.loss == "chunked" else OURS_FULL_LOSS
+    trainer = trainer or _ours(stack)
     states = held(shape, stack, trainer)
     sheet = _play(_question(shape, stack, trainer))
     static = states.weights + states.masters + states.optimizer + states.gradients
     phases = {phase: static + sheet.peaks.get(phase, 0) for phase in ("forward", "loss", "backward")}
     step_terms = _step(sheet, states, stack, trainer)
     phases["step"] = static + sum(step_terms.values())
-    phases["load"] = static - states.gradients
+    phases["load"] = _load(states, stack, trainer)
     peak_phase = max(phases, key=lambda p: phases[p])
     moving = step_terms if peak_phase == "step" else sheet.at_peak.get(peak_phase, {})
     allocated = phases[peak_phase]
@@ -55,6 +56,22 @@ def estimate_memory(shape: ModelShape, stack: Stack, trainer: Trainer | None = N
     )
 
 
+def reserved_without_expandable_segments(
+    shape: ModelShape, stack: Stack, trainer: Trainer | None = None, lengths: tuple[float, ...] = ()
+) -> int:
+    """Bytes the caching allocator maps when segments cannot grow: torch's default, and what most runs do."""
+    trainer = trainer or _ours(stack)
+    states = held(shape, stack, trainer)
+    question = _question(shape, stack, trainer)
+    temporaries = _step(_play(question), states, stack, trainer).get("temporaries", 0)
+    return replayed_bytes(shape, states, question, temporaries, lengths or (1.0, 1.0))
+
+
+def _ours(stack: Stack) -> Trainer:
+    trainer = OURS if stack.loss == "chunked" else OURS_FULL_LOSS
+    return replace(trainer, compiled=True) if stack.compile else trainer
+
+
 @lru_cache(maxsize=16384)
 def _play(question: Question) -> Sheet:
     return play(question)
@@ -62,7 +79,8 @@ def _play(question: Question) -> Sheet:
 
 def _question(shape: ModelShape, stack: Stack, trainer: Trainer) -> Question:
     c = 2 if stack.precision == "bf16" else 4
-    weight = trainer.weight_bytes or c
+    # FSDP2 computes on gathered copies in compute dtype, and so are the gradients before they are reduced.
+    weight = c if stack.sharding == "fsdp2" else trainer.weight_bytes or c
     adapter = trainer.adapter_bytes or c
     residual = 4 if trainer.fp32_leftovers or weight == 4 else c
     block = block_of(shape, stack.method, stack.lora_rank, stack.lora_targets)
@@ -74,6 +92,7 @@ def _question(shape: ModelShape, stack: Stack, trainer: Trainer) -> Question:
         vocabulary=shape.vocab_size,
         tied=shape.tie_word_embeddings,
         tokens=stack.tokens_per_micro_batch,
+        sequence=stack.sequence_length,
         widths=Widths(c, residual, weight, c if trainer.autocast else adapter, adapter),
         trainer=trainer,
         checkpointing=stack.activation_checkpointing,
@@ -97,22 +116,24 @@ def around(shape: ModelShape, stack: Stack, trainer: Trainer) -> Around:
     match stack.sharding:
         case "ddp":
             bucket = min(25 * 2**20, c * _trained(shape, stack))
-            return Around(constant=2 * bucket)
+            copies = _trained(shape, stack) * (trainer.weight_bytes or c) if trainer.gradient_buckets else 0
+            return Around(constant=2 * bucket + copies)
         case "fsdp2":
             if n == 1:
                 return Around()
             four = 0.516 if stack.method == "qlora" else c
             gathered = int(layer * four)
+            reduced = trainer.weight_bytes or c if not trainer.masters else 4
             return Around(
                 gathered=gathered,
                 ahead=1,
                 kept=not stack.reshard_after_forward,
                 copying=gathered,
-                reduced=4 * trained_layer,
-                shard=4 * trained_layer // n,
+                reduced=reduced * trained_layer,
+                shard=reduced * trained_layer // n if stack.offload_parameters == "none" else 0,
                 root=c * root,
-                root_shard=4 * root_trained // n,
-                root_reduced=4 * root_trained,
+                root_shard=reduced * root_trained // n if stack.offload_parameters == "none" else 0,
+                root_reduced=reduced * root_trained,
             )
         case "zero3":
             live = min(stack.max_live_parameters, 2 * layer + root)
@@ -143,9 +164,18 @@ def _trained_layer(shape: ModelShape, stack: Stack) -> int:
     )
 
 
+def _load(states: Held, stack: Stack, trainer: Trainer) -> int:
+    """Weights arrive: those that stay, and where a trainer shards on the device, the whole model beside them."""
+    weights = states.weights + states.masters
+    whole = trainer.loads and trainer.name != OURS.name and stack.offload_parameters == "none"
+    if whole and stack.sharding in ("fsdp2", "zero3"):
+        return int(states.weights * stack.dp_shard * trainer.loads)
+    return weights
+
+
 def _step(sheet: Sheet, states: Held, stack: Stack, trainer: Trainer) -> dict[str, int]:
     """What lives, beyond `states`, at the optimizer's worst moment."""
-    temporaries = UPDATE_TEMPORARIES.get(stack.optimizer, 0.0)
+    temporaries = 0.0 if trainer.fused_optimizer else UPDATE_TEMPORARIES.get(stack.optimizer, 0.0)
     elements = states.update_elements
     if stack.offload_optimizer != "none":
         return {"gradients": sheet.terms["gradients"]}
@@ -175,7 +205,7 @@ def _terms(
     words["activations"] = (
         f"{checkpoint}: {shape.num_hidden_layers} layers x {tokens:,} tokens x hidden {shape.hidden_size}"
     )
-    logits = min(tokens, max(16, trainer.bucket_logits // shape.vocab_size))
+    logits = trainer.loss_tokens(tokens, shape.vocab_size)
     words["loss"] = (
         f"logits of {logits:,} of {tokens:,} tokens x vocabulary {shape.vocab_size:,} at a time"
         if trainer.loss == "fused"

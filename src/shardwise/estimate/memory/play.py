@@ -46,6 +46,7 @@ class Question:
     vocabulary: int
     tied: bool
     tokens: int
+    sequence: int
     widths: Widths
     trainer: Trainer
     checkpointing: str
@@ -55,6 +56,7 @@ class Question:
     kept_gradients: int
     around: Around = NOTHING
     softcap: bool = False
+    every_layer: bool = False  # play all layers, for a replay of every single allocation
 
 
 @dataclass
@@ -67,10 +69,10 @@ class _Segment:
     exit: Paper
 
 
-def play(q: Question) -> Sheet:
+def play(q: Question, sheet: Sheet | None = None) -> Sheet:
     """The sheet after forward, loss and backward; the step is added by the caller, who knows the states."""
-    sheet = Sheet()
-    forward = Forward(sheet, q.block, q.trainer, q.widths, q.tokens, q.attention)
+    sheet = sheet or Sheet()
+    forward = Forward(sheet, q.block, q.trainer, q.widths, q.tokens, q.attention, q.sequence)
     around = q.around
     sheet.add(around.constant + around.root, "engine")
     sheet.add(32 * q.tokens, "inputs")  # ids, positions, labels, indices: 4 x int64
@@ -92,6 +94,12 @@ def play(q: Question) -> Sheet:
         sheet.flash(table, "gradients" if not q.hook_takes_gradients else "temporaries")
         if not (q.hook_takes_gradients or q.kept_gradients or q.tied):
             sheet.add(table, "gradients")
+    if around.shard is not None:  # the root's gradients are reduced last
+        kept = 0 if q.kept_gradients else around.shard * q.layers
+        whole = sheet.terms["gradients"] - kept
+        sheet.flash(around.root_reduced, "engine")
+        sheet.remove(whole, "gradients")
+        sheet.add(0 if q.kept_gradients else around.root_shard, "gradients")
     if logits is not None:
         sheet.drop(logits)
     sheet.drop(rotary)
@@ -102,7 +110,7 @@ def _weight_names(q: Question) -> list[str]:
     """Every parameter gradient that will come up, so that it is added to instead of made."""
     b = q.block
     names = ["embedding", "head", "norm"]
-    for layer in ("first.", "second.", "last."):
+    for layer in (f"{i}." for i in range(q.layers)):
         for m in (*b.attention_in, b.attention_out, *b.mlp_in, *((b.mlp_out,) if b.mlp_out else ())):
             names += [layer + m.name, f"{layer}{m.name}.A", f"{layer}{m.name}.B"]
         names += [layer + n for n in ("norm1", "norm2", "norm1b", "norm2b", "q_norm", "k_norm", "experts")]
@@ -113,12 +121,10 @@ def _layers_forward(
     sheet: Sheet, forward: Forward, q: Question, h: Paper
 ) -> tuple[list[_Segment], dict[str, int]]:
     """Play the first, second and last layer; add what the ones between keep, and return that by term."""
-    names = (
-        ["first.", "second.", "last."][: min(3, q.layers)]
-        if q.layers >= 3
-        else ["first.", "last."][-q.layers :]
-    )
-    skipped = max(0, q.layers - 3)
+    names = [f"{i}." for i in range(q.layers)]
+    if q.layers > 3 and not q.every_layer:
+        names = [names[0], names[1], names[-1]]
+    skipped = q.layers - len(names)
     segments: list[_Segment] = []
     between: dict[str, int] = {}
     around = q.around
@@ -137,13 +143,14 @@ def _layers_forward(
             sheet.grad_enabled = True
             out.needs_grad = True
             if q.checkpointing == "selective":  # and what attention kept: its inputs are made again, not it
-                b = q.block
-                sheet.add(q.tokens * b.heads * (b.head_dim * q.widths.compute + 4), "activations")
+                sheet.add(forward.kept_when_selective(), "activations")
+            if q.trainer.offloads_activations:
+                sheet.remove(segment.entry.bytes, segment.entry.term)
         segment.exit = h = out
         segments.append(segment)
         if not around.kept:
             sheet.remove(around.gathered, "engine")
-        if name == "second." and skipped:
+        if skipped and name == "1.":
             between = {t: (v - before[t]) * skipped for t, v in sheet.terms.items() if v != before[t]}
             for term, size in between.items():
                 sheet.add(size, term)
@@ -154,7 +161,7 @@ def _layers_forward(
 def _layers_backward(
     sheet: Sheet, forward: Forward, q: Question, segments: list[_Segment], between: dict[str, int]
 ) -> None:
-    around, skipped = q.around, max(0, q.layers - 3)
+    around, skipped = q.around, q.layers - len(segments)
     reduced = per_layer = 0
     for index, segment in enumerate(reversed(segments)):
         before = sheet.terms["gradients"]
@@ -189,11 +196,12 @@ def _layers_backward(
 def _recompute(sheet: Sheet, forward: Forward, q: Question, segment: _Segment) -> None:
     """Run a checkpointed layer again, now keeping everything, and then its backward."""
     start, entry = len(sheet.nodes), segment.entry
+    if q.trainer.offloads_activations:
+        sheet.add(entry.bytes, entry.term)
     needed, entry.needs_grad = entry.needs_grad, True
     grad, segment.exit.grad = segment.exit.grad, None
     if q.checkpointing == "selective":
-        b = q.block
-        sheet.remove(q.tokens * b.heads * (b.head_dim * q.widths.compute + 4), "activations")
+        sheet.remove(forward.kept_when_selective(), "activations")
     out = forward.layer(entry, segment.name)
     out.grad = grad
     sheet.drop(out)
@@ -228,7 +236,7 @@ def _head(sheet: Sheet, q: Question, x: Paper, start: int) -> Paper | None:
     name = "embedding" if q.tied else "head"
     weights = [(name, table * q.widths.weight)] if trained else []
     kept: Paper | None = None
-    chunk = min(tokens, max(16, q.trainer.bucket_logits // v)) * v
+    chunk = q.trainer.loss_tokens(tokens, v) * v
     if q.trainer.loss == "fused":
         picked = sheet.op(tokens * q.block.hidden * c, [x])
         sheet.drop(x)
@@ -249,7 +257,30 @@ def _head(sheet: Sheet, q: Question, x: Paper, start: int) -> Paper | None:
         if c < 4:
             sheet.drop(summed)
         sheet.drop(grad, root)  # the gradient of `picked` is this one, scaled in place
-    elif q.trainer.loss in ("full", "split"):
+    elif q.trainer.loss == "kernel":
+        logits = sheet.op(tokens * v * c, [x], [x] if trained else [], weights=weights)
+        sheet.drop(x)
+        wide = sheet.op(tokens * v * 4, [logits])
+        sheet.drop(logits)
+        shifted = sheet.op(tokens * v * 4, [wide])
+        sheet.drop(wide)
+        sheet.enter("backward")
+        shifted.grad = shifted  # the kernel wrote the gradient over its input
+        sheet.backward(shifted, start)
+        return None
+    elif q.trainer.loss == "split":  # the head and the loss run chunk by chunk, everything stays until then
+        logits = sheet.new(tokens * v * c, "loss")
+        saved = sheet.new(tokens * v * q.trainer.loss_bytes, "loss")
+        scratch = chunk * (2 * q.trainer.loss_bytes + c)
+        root = sheet.op(4, [x], [x, logits, saved], weights=weights, backward_scratch=scratch)
+        sheet.drop(x, saved)
+        if q.trainer.keeps_logits:
+            kept = logits
+        else:
+            sheet.drop(logits)
+        sheet.enter("backward")
+        sheet.drop(root)
+    elif q.trainer.loss == "full":
         logits = sheet.op(tokens * v * c, [x], [x] if trained else [], weights=weights)
         sheet.drop(x)
         if q.trainer.picks_logits:
@@ -259,19 +290,14 @@ def _head(sheet: Sheet, q: Question, x: Paper, start: int) -> Paper | None:
         if q.trainer.keeps_logits:
             logits.refs += 1
             kept = logits
-        if q.trainer.loss == "full":
-            wide = logits if c == 4 else sheet.op(tokens * v * 4, [logits])
-            if wide is not logits:
-                sheet.drop(logits)
-            probabilities = sheet.op(tokens * v * 4, [wide], save_output=True)
-            sheet.drop(wide)
-            root = sheet.op(4, [probabilities])
-            sheet.drop(probabilities)
-        else:
-            width = q.trainer.loss_bytes
-            saved = sheet.new(tokens * v * width, "loss")
-            root = sheet.op(4, [logits], [saved], backward_scratch=chunk * (2 * width))
-            sheet.drop(saved, logits)
+        width = max(c, q.trainer.loss_bytes)
+        wide = logits if c == width else sheet.op(tokens * v * width, [logits])
+        if wide is not logits:
+            sheet.drop(logits)
+        probabilities = sheet.op(tokens * v * width, [wide], save_output=True)
+        sheet.drop(wide)
+        root = sheet.op(4, [probabilities])
+        sheet.drop(probabilities)
         sheet.enter("backward")
         sheet.drop(root)
     else:  # checkpointed chunks: logits are made twice, a chunk at a time

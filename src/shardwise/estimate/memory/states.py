@@ -38,12 +38,15 @@ class Counts:
 
 
 @lru_cache(maxsize=2048)
-def counts(shape: ModelShape, method: str, rank: int, targets: str | tuple[str, ...], dora: bool) -> Counts:
+def counts(
+    shape: ModelShape, method: str, rank: int, targets: str | tuple[str, ...], dora: bool, experts: bool
+) -> Counts:
+    """`experts`: expert matrices are quantised too (they are when each is a linear layer of its own)."""
     total = shape.total_parameters
     if method == "full":
         return Counts(total, total, 0, 0, 0, max(t.size for t in shape.tensors))
     trained = shape.lora_parameters(rank, targets, dora)
-    four = shape.quantised_parameters if method == "qlora" else 0
+    four = shape.quantised_parameters + (shape.count("expert") if experts else 0) if method == "qlora" else 0
     largest = max(rank * max(t.shape[:2]) for t in shape.adapted(targets))
     return Counts(total, trained, total - four, four, total - four, largest)
 
@@ -68,15 +71,18 @@ def held(shape: ModelShape, stack: Stack, trainer: Trainer) -> Held:
     ZeRO-1 splits optimizer states over the ranks, ZeRO-2 gradients too, ZeRO-3 and FSDP weights too
     (arXiv 1910.02054, section 3).
     """
-    n = counts(shape, stack.method, stack.lora_rank, stack.lora_targets, stack.dora)
+    n = counts(
+        shape, stack.method, stack.lora_rank, stack.lora_targets, stack.dora, trainer.quantised_experts
+    )
     c = 2 if stack.precision == "bf16" else 4
     shards = stack.dp_shard
     weight_shards = shards if stack.sharding in ("fsdp2", "zero3") else 1
     state_shards = shards if stack.sharding not in ("single", "ddp") else 1
     resident = trainer.weight_bytes or c
-    four = NF4_DOUBLE_BYTES if stack.double_quantization else NF4_BYTES
+    four = trainer.quantised_bytes or (NF4_DOUBLE_BYTES if stack.double_quantization else NF4_BYTES)
     frozen_bytes = 4 if trainer.fp32_leftovers else resident
-    frozen = n.frozen_16bit * frozen_bytes + n.frozen_4bit * four
+    untied = shape.vocab_size * shape.hidden_size if trainer.unties and shape.tie_word_embeddings else 0
+    frozen = (n.frozen_16bit + untied) * frozen_bytes + n.frozen_4bit * four
     adapter = trainer.adapter_bytes or (c if stack.method != "full" else resident)
     mastered = trainer.masters and stack.master_weights and stack.precision == "bf16" and adapter == 2
     if stack.sharding == "fsdp2" and mastered:  # the shards are the fp32 masters; bf16 exists while gathered

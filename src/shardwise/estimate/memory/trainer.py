@@ -15,7 +15,8 @@ class Trainer:
     loss
       fused: gradients of a chunk of logits formed in the forward (ours, Liger); `full`: one fp32 copy and its
       log-softmax; `checkpointed`: chunks whose logits are recomputed in the backward; `split`: all logits in
-      compute dtype, cross-entropy chunk by chunk (torchtune, litgpt).
+      compute dtype, cross-entropy chunk by chunk (torchtune, litgpt); `kernel`: one kernel on all logits
+      that writes their gradient over them.
     loss_bytes
       bytes per element in which `split` computes its cross-entropy.
     keeps_logits
@@ -36,12 +37,38 @@ class Trainer:
       gradients of the step before are still there in the next forward (accumulation, or zeroing in place).
     input_gradients
       the embedding's output needs a gradient although nothing before it is trained (re-entrant checkpointing).
-    bucket_logits
-      logits (elements) of one chunk of the loss.
+    quantised_experts
+      expert matrices are quantised too, as they were when each was a linear layer of its own.
+    quantised_bytes
+      bytes per quantised element; None: NF4 as bitsandbytes stores it.
+    quantised_inputs
+      4-bit products keep their input (bitsandbytes before 0.43).
+    fused_qkv
+      q, k and v come out of one product and v stays a view of all of it.
+    expands_groups
+      keys and values are copied for every query head before attention.
+    adapter_dropout
+      adapters see a dropped-out copy of their input, and keep its mask.
+    fused_optimizer
+      one kernel updates in place, without temporaries.
+    gradient_buckets
+      DistributedDataParallel copies gradients into buckets (gradient_as_bucket_view off).
+    loads
+      weights alive at once while loading and sharding, over the whole model's; 0: never whole on a device.
+    unties
+      the output matrix is a tensor of its own even where the model ties it to the embedding.
+    selective_products
+      selective checkpointing also keeps every second matrix product.
+    compiled
+      torch.compile of every layer: norms are one kernel, activation functions are made again.
+    offloads_activations
+      inputs of checkpointed layers wait in host memory.
+    bucket_logits, chunk_tokens, chunks
+      size of one chunk of the loss: logits (elements), or tokens, or a share of all tokens; the first not 0.
     """
 
     name: str = "shardwise"
-    loss: Literal["fused", "full", "checkpointed", "split"] = "fused"
+    loss: Literal["fused", "full", "checkpointed", "split", "kernel"] = "fused"
     keeps_logits: bool = False
     picks_logits: bool = False
     loss_bytes: int = 4
@@ -56,7 +83,28 @@ class Trainer:
     gradients_alive: bool = False
     input_gradients: bool = False
     bucket_logits: int = 2**25
+    chunk_tokens: int = 0
+    chunks: int = 0
     splits_documents: bool = False
+    quantised_experts: bool = False
+    quantised_bytes: float | None = None
+    quantised_inputs: bool = False
+    fused_qkv: bool = False
+    expands_groups: bool = False
+    adapter_dropout: bool = False
+    fused_optimizer: bool = False
+    gradient_buckets: bool = False
+    loads: float = 1.0
+    unties: bool = False
+    selective_products: bool = False
+    compiled: bool = False
+    offloads_activations: bool = False
+
+    def loss_tokens(self, tokens: int, vocabulary: int) -> int:
+        """Tokens whose logits go through the loss at a time."""
+        if self.chunks:
+            return -(-tokens // self.chunks)
+        return min(tokens, self.chunk_tokens or max(16, self.bucket_logits // vocabulary))
 
 
 OURS = Trainer(splits_documents=True)
