@@ -65,9 +65,9 @@ def demo(steps: int, folder: Path) -> None:
 
 def demo_model() -> Path:
     """SmolLM2-135M-Instruct as a model folder in the cache; converted once."""
-    from shardwise.data import cache_folder
+    from shardwise.data import default_cache
 
-    target = cache_folder() / "models" / "SmolLM2-135M-Instruct"
+    target = default_cache() / "models" / "SmolLM2-135M-Instruct"
     if (target / "config.json").is_file():
         return target
     click.echo(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
+    from shardwise.data import DataReport
     from shardwise.launch.job import Job
     from shardwise.recipe import Recipe
     from shardwise.runs import RunFolder
@@ -55,7 +56,7 @@ def decide_and_show(recipe: "Recipe") -> "Job":
     from rich.console import Console
 
     from shardwise.launch.job import decide
-    from shardwise.report.plan_text import print_plan
+    from shardwise.report.decided import decided_text
 
     errors = Console(stderr=True, highlight=False)
     with errors.status("reading the model and preparing rows ...") as status:
@@ -65,8 +66,8 @@ def decide_and_show(recipe: "Recipe") -> "Job":
 
         job = decide(recipe, progress)
     console = Console(highlight=False)
-    console.print(job.prepared.report.one_line(), style="dim")
-    print_plan(console, job.plan)
+    console.print(data_line(job.prepared.report))
+    console.print(decided_text(job.plan))
     return job
 
 
@@ -75,14 +76,26 @@ def run_and_report(job: "Job", run: "RunFolder | None" = None) -> "RunFolder":
     from rich.console import Console
 
     from shardwise.launch.job import execute
-    from shardwise.report.plan_text import plan_json
+    from shardwise.report.decided import decided_json
     from shardwise.report.run_html import run_html
     from shardwise.report.run_text import print_run
     from shardwise.report.run_view import view_run
     from shardwise.runs.jsonfile import write_text
 
-    done = execute(job, plan_json(job.plan), run)
+    done = execute(job, decided_json(job.plan), run)
     view: Any = view_run(done)
     write_text(done.report_path, run_html(view))
     print_run(Console(highlight=False), view)
     return done
+
+
+def data_line(report: "DataReport") -> str:
+    """Rows read = used + refused + dropped, in one line, and what to look at when some were not used."""
+    text = (
+        f"data  {report.rows_read:,} rows read: {report.rows_train:,} to train, {report.rows_validation:,} held out, "
+        f"{report.rows_refused:,} refused, {report.rows_dropped:,} dropped\n"
+        f"      {report.trained_tokens:,} of {report.tokens:,} tokens carry a label; {report.ended:,} rows end with "
+        "an end token"
+    )
+    findings = [f"{f.count:,} x {f.reason}" for f in (*report.refused, *report.dropped)]
+    return "\n      ".join([text, *findings, *(["see where with: shardwise data check"] if findings else [])])

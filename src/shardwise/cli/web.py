@@ -18,6 +18,9 @@ import click
     "--data", multiple=True, type=click.Path(), help="A data file the Data page may show; repeatable."
 )
 @click.option(
+    "--model", multiple=True, type=click.Path(), help="A model folder the Plan page may read; repeatable."
+)
+@click.option(
     "--host", default="127.0.0.1", show_default=True, help="Address to listen on; others need a password."
 )
 @click.option(
@@ -26,7 +29,13 @@ import click
 @click.option("--allow-host", multiple=True, help="A name browsers may reach the page by; repeatable.")
 @click.option("--open/--no-open", "open_browser", default=False, help="Open a browser.")
 def web(
-    folder: Path, data: tuple[str, ...], host: str, port: int, allow_host: tuple[str, ...], open_browser: bool
+    folder: Path,
+    data: tuple[str, ...],
+    model: tuple[str, ...],
+    host: str,
+    port: int,
+    allow_host: tuple[str, ...],
+    open_browser: bool,
 ) -> None:
     """Plan by moving sliders, watch runs, compare them; on this machine only.
 
@@ -46,5 +55,12 @@ def web(
             "pip install 'shardwise[web]'",
         ) from None
     serve(
-        folder, data, host, port, os.environ.get("SHARDWISE_WEB_PASSWORD") or None, allow_host, open_browser
+        folder,
+        data,
+        model,
+        host,
+        port,
+        os.environ.get("SHARDWISE_WEB_PASSWORD") or None,
+        allow_host,
+        open_browser,
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.data import Prepared, make_order, prepare
+from shardwise.data import Order, Prepared, make_order, prepare
 from shardwise.errors import Interrupted, OutOfMemoryError, RunError, ShardwiseError, UsageError
 from shardwise.facts.download import local_folder
 from shardwise.facts.machine import as_offer
@@ -21,6 +21,7 @@ from shardwise.rules import check
 from shardwise.runs import RunFolder, create_run
 
 Progress = Callable[[str, int, int | None], None]
+COUNTED_STEPS = 1000  # of the first epoch, in which the micro-batch with most labels is looked for
 
 
 @dataclass(frozen=True)
@@ -68,24 +69,32 @@ def prepare_rows(recipe: Recipe, folder: Path, shape: ModelShape, progress: Prog
 def facts_of(prepared: Prepared, recipe: Recipe) -> DataFacts:
     """What the planner needs to know about prepared rows; sequences are counted by packing them."""
 
-    def sequences_at(length: int) -> int:
-        order = make_order(
+    def order(length: int, global_batch_size: int) -> Order:
+        return make_order(
             prepared.train,
             sequence_length=length,
             packing=recipe.data.packing,
-            global_batch_size=1,
+            global_batch_size=global_batch_size,
             epochs=1.0,
-            max_steps=None,
             seed=recipe.training.seed,
         )
-        return order.steps
+
+    def labelled_at(length: int, global_batch_size: int, micro_batch_size: int, ranks: int) -> int:
+        trained, found = prepared.train.trained, order(length, global_batch_size)
+        return max(
+            int(trained[[i for one in micro for i in one]].sum())
+            for step in range(min(found.steps, COUNTED_STEPS))
+            for rank in range(ranks)
+            for micro in found.micro_batches(step, rank, ranks, micro_batch_size)
+        )
 
     lengths = prepared.train.lengths
     return DataFacts(
         tokens=int(lengths.sum()),
         rows=len(prepared.train),
         longest_tokens=int(lengths.max()),
-        sequences_at=sequences_at,
+        sequences_at=lambda length: order(length, 1).steps,
+        labelled_at=labelled_at,
         name=", ".join(s.path for s in recipe.data.train),
     )
 

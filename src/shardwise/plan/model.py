@@ -17,13 +17,15 @@ Verdict = Literal["fits", "tight", "does not fit"]
 class DataFacts:
     """What a plan knows about the training rows. Counts are of one epoch; None: not known.
 
-    `sequences_at(length)` is the exact number of packed sequences of that length, where the rows were read.
+    `sequences_at(length)` is the exact number of packed sequences of that length, where the rows were read;
+    `labelled_at(length, global batch, micro-batch, ranks)` most tokens with a label in one micro-batch.
     """
 
     tokens: int | None = None
     rows: int | None = None
     longest_tokens: int | None = None
     sequences_at: Callable[[int], int] | None = None
+    labelled_at: Callable[[int, int, int, int], int] | None = None
     name: str = ""
 
     def sequences(self, sequence_length: int) -> int | None:

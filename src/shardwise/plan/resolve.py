@@ -73,6 +73,9 @@ def resolve(
     )  # fmt: skip
     batch = _global_batch(recipe, draft, sequences, made)
     stack = _choose_stack(recipe, shape, offer, draft, batch, made)
+    if data.labelled_at is not None:
+        sizes = (length, stack.global_batch_size, stack.micro_batch_size, stack.world_size)
+        stack = replace(stack, labelled_tokens=data.labelled_at(*sizes))
     steps = planned_steps(
         sequences, stack.global_batch_size, recipe.training.epochs, recipe.training.max_steps
     )

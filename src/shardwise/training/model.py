@@ -40,7 +40,7 @@ class LossModel(nn.Module):
     def causal_lm(self) -> PreTrainedModel:
         """The transformers model, out of PEFT's wrapper if there is one."""
         inner = self.model
-        return inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # type: ignore[return-value,operator]
+        return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         """Sum over the micro-batch's targets of -log p(target), a scalar in fp32."""
@@ -138,13 +138,13 @@ class ModelFolder:
 def prepare_for_training(model: nn.Module, recipe: Recipe) -> LossModel:
     """Switch on training mode and activation checkpointing, and wrap the model with its loss."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    base.config.use_cache = False  # type: ignore[union-attr]
+    base.config.use_cache = False
     kind = recipe.training.activation_checkpointing
     if kind != "none":
         options: dict[str, Any] = {"use_reentrant": False}
         if kind == "selective":
             options["context_fn"] = _selective
-        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]
+        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     model.train()
     loss = "chunked" if recipe.training.loss == "auto" else recipe.training.loss
     return LossModel(model, loss)

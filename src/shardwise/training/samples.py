@@ -50,7 +50,7 @@ def answer(engine: Engine, tokenizer: Any, prompts: Sequence[Prompt], max_new_to
         engine.module.eval()
         for prompt in prompts:
             ids = torch.from_numpy(prompt.ids.astype(np.int64))[None].to(engine.device)
-            out = model.generate(  # type: ignore[operator,union-attr]
+            out = model.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=max_new_tokens,

@@ -41,12 +41,12 @@ def adapt(model: nn.Module, lora: Lora, seed: int) -> PeftModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         # Adapters stay in the base's dtype; their fp32 masters live in the optimizer.
-        return get_peft_model(model, config, autocast_adapter_dtype=False)  # type: ignore[arg-type,return-value]
+        return get_peft_model(model, config, autocast_adapter_dtype=False)
 
 
 def _targets(model: nn.Module, lora: Lora) -> list[str]:
     """Full names of the layers to adapt. Vision towers and output heads are left alone."""
-    head = model.get_output_embeddings()  # type: ignore[operator]
+    head = model.get_output_embeddings()
     linear = {
         name
         for name, module in model.named_modules()
