@@ -25,8 +25,8 @@ class Bar:
 
 
 def term_number(name: str) -> int:
-    """1-based place of a term, the same on every page; terms of another version share the last place."""
-    return TERMS.index(name) + 1 if name in TERMS else len(TERMS)
+    """1-based place of a term, the same on every page; what is no term comes behind them."""
+    return TERMS.index(name) + 1 if name in TERMS else len(TERMS) + 1
 
 
 def bar(label: str, terms: Iterable[tuple[str, float]], whole_bytes: float) -> Bar:

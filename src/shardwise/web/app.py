@@ -17,6 +17,7 @@ from shardwise.web.guard import Access, Guard
 from shardwise.web.jobs import Jobs
 from shardwise.web.library import Library
 from shardwise.web.pages import asset, page, problem
+from shardwise.web.plan_pages import PlanPages
 from shardwise.web.runs_pages import RunsPages
 
 
@@ -28,6 +29,7 @@ def create_app(library: Library, access: Access) -> Starlette:
             Route("/assets/{name}", _asset),
             Route("/login", _login_page),
             Route("/login", _login(access), methods=["POST"]),
+            *PlanPages(library).routes(),
             *RunsPages(library, Jobs(library.folder)).routes(),
         ],
         middleware=[Middleware(Guard, access=access), Middleware(GZipMiddleware, minimum_size=2000)],

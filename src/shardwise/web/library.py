@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwise.errors import ShardwiseError, UnknownNameError
-from shardwise.recipe import parse_recipe
+from shardwise.recipe import Recipe, parse_recipe
 from shardwise.report.run_view import RunView, view_run
 from shardwise.runs import Course, RunFolder, is_run, list_runs
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,119}")
 LOG_BYTES = 64 * 1024
+MOST_RECIPES = 100
 
 
 @dataclass
@@ -20,7 +21,9 @@ class Library:
 
     folder: Path
     data: tuple[str, ...] = ()  # data files the command line named
+    model_folders: tuple[str, ...] = ()  # and models
     _courses: dict[str, Course] = field(default_factory=dict)
+    _parsed: dict[str, Recipe | None] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self, name: str) -> RunFolder:
@@ -66,15 +69,32 @@ class Library:
         return "\n".join(lines[-200:])
 
     def data_files(self) -> list[str]:
-        """The command line's, then those of the runs' recipes, each once."""
-        found = dict.fromkeys(self.data)
-        for run in self.runs()[:200]:
-            try:
-                recipe = parse_recipe(run.recipe_text(), run.name)
-            except ShardwiseError:
-                continue
-            found.update(dict.fromkeys(source.path for source in recipe.data.train))
-        return list(found)
+        """The command line's, then those of the runs' recipes, each once; only what is there."""
+        named = (source.path for recipe in self._recipes() for source in recipe.data.train)
+        return [path for path in dict.fromkeys((*self.data, *named)) if Path(path).is_file()]
+
+    def models(self) -> list[str]:
+        """Model folders of the command line and of the runs' recipes, each once; only what is there."""
+        named = (recipe.model.source for recipe in self._recipes())
+        return [path for path in dict.fromkeys((*self.model_folders, *named)) if Path(path).exists()]
+
+    def recipe_with(self, data: str) -> Recipe | None:
+        """The newest run's recipe that trains on a data file."""
+        return next((r for r in self._recipes() if any(s.path == data for s in r.data.train)), None)
+
+    def _recipes(self) -> list[Recipe]:
+        """Recipes of the newest runs, newest first; parsed once."""
+        found = []
+        for run in self.runs()[:MOST_RECIPES]:
+            if run.name not in self._parsed:
+                try:
+                    self._parsed[run.name] = parse_recipe(run.recipe_text(), run.name)
+                except ShardwiseError:
+                    self._parsed[run.name] = None
+            recipe = self._parsed[run.name]
+            if recipe is not None:
+                found.append(recipe)
+        return found
 
     def _inside(self, path: Path) -> bool:
         return path.resolve().is_relative_to(self.folder.resolve())

@@ -17,6 +17,7 @@ from shardwise.web.library import Library
 def serve(
     folder: Path,
     data: Sequence[str],
+    models: Sequence[str],
     host: str,
     port: int,
     password: str | None,
@@ -28,7 +29,7 @@ def serve(
     listening = _listen(host, port)
     names = (*names, *(() if is_loopback(host) else (socket.gethostname(), socket.getfqdn())))
     access = Access(host, listening.getsockname()[1], password=password, names=tuple(names))
-    app = create_app(Library(folder, tuple(data)), access)
+    app = create_app(Library(folder, tuple(data), tuple(models)), access)
     if not is_loopback(host):
         print(
             f"warning: {host} can be reached by other machines, and what is sent is not encrypted; "
