@@ -40,21 +40,6 @@ def quantised_base_is_frozen(recipe: Recipe, shape: ModelShape | None, __: Situa
         )
 
 
-def dora_needs_whole_weights(recipe: Recipe, _: ModelShape | None, __: Situation) -> Iterator[Problem]:
-    """A 16-bit or 4-bit base that is split over ranks."""
-    name = recipe.engine.name
-    sharded = name == "fsdp2" or (name == "deepspeed" and recipe.engine.deepspeed.zero_stage == 3)
-    if recipe.method != "full" and recipe.lora.dora and sharded:
-        yield Problem(
-            "dora_needs_whole_weights",
-            "lora.dora",
-            f"lora.dora: true with engine.name: {name}, which splits weights",
-            "DoRA computes the norm of base + update at every step and reads the base outside its layer",
-            "use lora.dora: false, or engine.name: ddp, or deepspeed with zero_stage: 2",
-            PEFT,
-        )
-
-
 def adapter_options_need_adapters(recipe: Recipe, _: ModelShape | None, __: Situation) -> Iterator[Problem]:
     """Options of adapters say nothing about full fine-tuning, and an ignored key is a lie."""
     if recipe.method != "full":
@@ -74,6 +59,5 @@ def adapter_options_need_adapters(recipe: Recipe, _: ModelShape | None, __: Situ
 RULES = (
     qlora_is_not_for_zero_3,
     quantised_base_is_frozen,
-    dora_needs_whole_weights,
     adapter_options_need_adapters,
 )

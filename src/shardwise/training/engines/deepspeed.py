@@ -244,13 +244,14 @@ class DeepSpeedEngine:
         if self.section.zero_stage < 3:
             zero.update_lp_params()
             return
-        names: set[str] = set()
         zero._partition_all_parameters()
         for group in range(len(zero.fp16_groups)):
-            zero._prepare_sub_group(group, names)
+            if self._swapped(group):
+                zero._optimizer_states_and_gradient_swap_in(group)
             zero._reassign_or_swap_out_partitioned_parameters(group)
-            zero._release_sub_group(group, names)
-        zero._post_step(names)
+            if self._swapped(group):
+                zero._optimizer_states_and_gradient_swap_out(group)
+        zero._post_step(set())
 
 
 def _import_deepspeed(device: torch.device) -> Any:

@@ -80,7 +80,8 @@ class Fsdp2Engine:
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         loss: torch.Tensor = self.module(batch)
         if not torch.is_grad_enabled():
-            self._root.reshard()  # no backward pass will do it
+            for group in self._groups():  # no backward pass will do it, and the next update would not be seen
+                group.reshard()
         return loss
 
     def backward(self, loss: torch.Tensor, scale: float, last: bool) -> None:
@@ -92,6 +93,9 @@ class Fsdp2Engine:
     @property
     def _root(self) -> FSDPModule:
         return self.module  # fully_shard made it one, in place
+
+    def _groups(self) -> list[FSDPModule]:
+        return [m for m in self.module.modules() if isinstance(m, FSDPModule)]
 
     def _sum_over_shards(self, total: torch.Tensor) -> torch.Tensor:
         total = total.to(self.device)
@@ -152,7 +156,7 @@ class Fsdp2Engine:
             "world_size": dist.get_world_size(),
             "device": str(self.device),
             "mesh": list(self.mesh.mesh.shape),
-            "groups": sum(isinstance(m, FSDPModule) for m in self.module.modules()),
+            "groups": len(self._groups()),
             "reshard_after_forward": self.section.reshard_after_forward,
             "cpu_offload": all(s.device.type == "cpu" for s in self.shards) and self.section.cpu_offload,
             "sharded": all(isinstance(p, DTensor) for p in self.module.parameters()),
@@ -165,7 +169,7 @@ class Fsdp2Engine:
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Collective at both ends: every rank holds the whole model in between."""
-        groups = [m for m in self.module.modules() if isinstance(m, FSDPModule)]
+        groups = self._groups()
         for group in groups:
             group.set_reshard_after_forward(False, recurse=False)
             group.unshard()

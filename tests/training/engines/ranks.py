@@ -1,0 +1,183 @@
+"""One rank of the engine contract: `python ranks.py ENGINE FOLDER`, started twice by `test_contract.py`.
+
+Every case of an engine runs in the same pair of processes, so that torch and DeepSpeed are imported once.
+Rank 0 writes FOLDER/ENGINE.json: case -> what was measured, or the traceback.
+"""
+
+import json
+import os
+import sys
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import toy
+from cases import CASES, STEPS, Case
+from transformers import AutoModelForCausalLM
+
+from shardwise.runs import RunFolder
+from shardwise.training import checks
+from shardwise.training.build import build_engine
+from shardwise.training.checkpoint.load import load
+from shardwise.training.checkpoint.save import save
+from shardwise.training.engines.protocol import Engine, Ranks
+from shardwise.training.engines.single import SingleEngine
+from shardwise.training.export.write import export
+from shardwise.training.model import LossModel, ModelFolder, prepare_for_training
+
+CPU = torch.device("cpu")
+RATE, NORM = 1e-3, 0.5
+
+
+def build(case: Case, folder: Path, ranks: Ranks) -> Engine:
+    recipe = toy.recipe(**case.sections)
+    return build_engine(recipe, ModelFolder(folder, recipe), CPU, ranks, 2)
+
+
+def reference(case: Case, folder: Path) -> dict[str, Any]:
+    """The same steps in one process over all micro-batches."""
+    sections = {**case.sections, "engine": {"name": "single", "device": "cpu", "processes": 1}}
+    recipe = toy.recipe(**sections)
+    engine = build_engine(recipe, ModelFolder(folder, recipe), CPU, Ranks(), 4)
+    assert isinstance(engine, SingleEngine)
+    start = toy.weights(engine)
+    before = toy.evaluate(engine)
+    trace = toy.train(engine, range(STEPS), RATE, NORM)
+    return {
+        "trace": trace,
+        "start": start,
+        "before": before,
+        "after": toy.evaluate(engine),
+        "weights": toy.weights(engine),
+        "short": toy.train_step(engine, toy.micro_batches(STEPS, 1, 0)[:2], RATE, NORM),
+        "bytes": toy.held_bytes(engine),
+    }
+
+
+def run_case(case: Case, root: Path, ranks: Ranks, references: dict[str, Any]) -> dict[str, Any]:
+    model = root / f"model-{case.model_key}"
+    if ranks.rank == 0 and not model.exists():
+        toy.make_model(model, tied=case.tied)
+    dist.barrier()
+    key = f"{case.model_key}-{case.reference_key}"
+    if ranks.rank == 0 and key not in references:
+        references[key] = reference(case, model)
+    engine = build(case, model, ranks)
+    found: dict[str, Any] = {"start": toy.weights(engine)}
+    found["before"] = toy.evaluate(engine)
+    watch = checks.watch_gradients(engine)
+    trace = toy.train(engine, range(2), RATE, NORM)
+    found["without_gradient"] = watch.finish()
+    rest = toy.train(engine, range(2, STEPS), RATE, NORM)
+    trace.losses += rest.losses
+    trace.norms += rest.norms
+    found |= {"trace": trace, "after": toy.evaluate(engine), "weights": toy.weights(engine)}
+    found["facts"] = engine.facts()
+    found["mismatches"] = checks.compare_facts(engine.facts(), toy.recipe(**case.sections), ranks.world_size)
+    found["bytes"] = toy.held_bytes(engine)
+    run = RunFolder(root / case.name)
+    path = save(run, engine, STEPS, {}, keep=1).path
+    target = export(run, engine, ModelFolder(model, toy.recipe(**case.sections)))
+    found["short"] = toy.train_step(
+        engine, toy.micro_batches(STEPS, ranks.world_size, ranks.rank)[:1], RATE, NORM
+    )
+    with engine.gathered(), torch.no_grad():
+        engine.module.eval()
+        found["generated"] = toy.generate(engine)
+        engine.module.train()
+    engine.close()
+    again = build(case, model, ranks)
+    load(path, again)
+    found["reloaded"] = toy.evaluate(again)
+    found["short_again"] = toy.train_step(
+        again, toy.micro_batches(STEPS, ranks.world_size, ranks.rank)[:1], RATE, NORM
+    )
+    again.close()
+    if ranks.rank != 0:
+        return {}
+    return compare(found, references[key], case, model, target)
+
+
+def compare(
+    found: dict[str, Any], expected: dict[str, Any], case: Case, model: Path, target: Path | None
+) -> dict[str, Any]:
+    """Differences relative to `single`, as plain numbers."""
+    ours, theirs = found["trace"], expected["trace"]
+    assert target is not None
+    return {
+        "loss": max(abs(a - b) / abs(b) for a, b in zip(ours.losses, theirs.losses, strict=True)),
+        "norm": max(abs(a - b) / abs(b) for a, b in zip(ours.norms, theirs.norms, strict=True)),
+        "clipped": sum(n > NORM for n in theirs.norms),
+        "start": toy.distance(found["start"], expected["start"]),
+        "weights": toy.distance(found["weights"], expected["weights"]),
+        "moved": toy.distance(found["weights"], found["start"]),
+        "before": abs(found["before"] - expected["before"]) / expected["before"],
+        "after": abs(found["after"] - expected["after"]) / expected["after"],
+        "short": max(abs(a - b) / abs(b) for a, b in zip(found["short"], expected["short"], strict=True)),
+        "reloaded": abs(found["reloaded"] - found["after"]) / found["after"],
+        "resumed": max(
+            abs(a - b) / abs(b) for a, b in zip(found["short_again"], found["short"], strict=True)
+        ),
+        "exported": abs(exported_loss(target, case, model) - found["after"]) / found["after"],
+        "losses": ours.losses,
+        "reference_losses": theirs.losses,
+        "facts": found["facts"],
+        "mismatches": found["mismatches"],
+        "without_gradient": found["without_gradient"],
+        "generated": found["generated"],
+        "bytes": found["bytes"],
+        "reference_bytes": expected["bytes"],
+    }
+
+
+def exported_loss(target: Path, case: Case, model: Path) -> float:
+    """The evaluation loss of the exported folder in plain transformers or PEFT."""
+    from peft import PeftModel
+
+    recipe = toy.recipe(**{**case.sections, "engine": {"name": "single", "device": "cpu", "processes": 1}})
+    if case.method == "full":
+        plain: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+        plain.set_attn_implementation(ModelFolder(model, recipe).attention)
+    else:
+        base = ModelFolder(model, recipe)
+        if case.method == "qlora":
+            from shardwise.training.adapters.qlora import load_quantised
+
+            plain = load_quantised(base, recipe.quantization)
+        else:
+            plain = base.load()
+        plain = PeftModel.from_pretrained(plain, target)
+    module: LossModel = prepare_for_training(plain, recipe)
+    total, tokens = 0.0, 0
+    with torch.no_grad():
+        for batch in toy.micro_batches(10**6, 1, 0):
+            total += float(module(batch))
+            tokens += batch.trained_tokens
+    return total / tokens
+
+
+def main(engine: str, root: Path) -> None:
+    warnings.simplefilter("ignore")
+    os.chdir(root)  # nvme_path of the cases is relative
+    ranks = Ranks(*(int(os.environ[k]) for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
+    dist.init_process_group("gloo")
+    results, references = {}, {}  # type: ignore[var-annotated]
+    for case in CASES[engine]:
+        try:
+            results[case.name] = run_case(case, root, ranks, references)
+        except Exception:
+            results[case.name] = {"error": traceback.format_exc()}
+            traceback.print_exc()
+            break  # the ranks may be at different places now
+    if ranks.rank == 0 or any("error" in r for r in results.values()):
+        (root / f"{engine}-{ranks.rank}.json").write_text(json.dumps(results))
+    if not any("error" in r for r in results.values()):
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
