@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardwise.data.order import Bin, Order, make_order
     from shardwise.data.preparation import Prepared, default_cache, prepare
-    from shardwise.data.prompt import render_prompt
+    from shardwise.data.prompt import end_ids, render_prompt
     from shardwise.data.report import DataReport
     from shardwise.data.store import Rows
     from shardwise.data.tokenizer import load_tokenizer
@@ -22,6 +22,7 @@ _HOMES = {
     "Prepared": "preparation",
     "Rows": "store",
     "default_cache": "preparation",
+    "end_ids": "prompt",
     "load_tokenizer": "tokenizer",
     "make_order": "order",
     "prepare": "preparation",
@@ -34,6 +35,7 @@ __all__ = [
     "Prepared",
     "Rows",
     "default_cache",
+    "end_ids",
     "load_tokenizer",
     "make_order",
     "prepare",

@@ -250,10 +250,46 @@ class Encoder:
                         marks |= _inside(encoding.offsets)
                     if not self._cut(plan):
                         marks |= _covered(encoding.offsets, plan.spans)
+                        if self._swallows(plan, encoding.offsets):
+                            ids, marks = self._apart(plan)
                     done.append((ids, marks))
                 yield np.concatenate([d[0] for d in done]), np.concatenate([d[1] for d in done])
             except DataError as problem:
                 yield RowProblem(f"{problem.what}: {problem.why}")
+
+    def _swallows(self, plan: _Plan, offsets: Sequence[tuple[int, int]]) -> bool:
+        """Whether one token holds the end of a prompt and the beginning of its completion.
+
+        With only white space of the prompt in it ("Answer: " + "hi" gives " hi") such a token is what the
+        model knows, and is trained; with more, or as the first of the row, it would hide the completion.
+        """
+        if plan.document or not plan.spans or plan.spans[0][0] == 0 or not self.tokenizer.splits:
+            return False
+        edge = plan.spans[0][0]
+        table = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
+        across = np.flatnonzero((table[:, 0] < edge) & (table[:, 1] > edge))
+        return len(across) > 0 and (
+            int(across[0]) == 0 or bool(plan.text[int(table[across[0], 0]) : edge].strip())
+        )
+
+    def _apart(self, plan: _Plan) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and marks of a prompt and its completion tokenized apart, as the model meets them later."""
+        edge = plan.spans[0][0]
+        done = []
+        for text, special, mark in ((plan.text[:edge], plan.special, 0), (plan.text[edge:], False, TRAINED)):
+            if plan.quoted is None:
+                encoding = self.tokenizer.encode([text], special)[0]
+                ids = np.array(encoding.ids, dtype=np.int32)
+            else:
+                ids, encoding = self.tokenizer.encode_guarded(text, plan.quoted, special)
+            last = len(ids)
+            while not mark and last and encoding.special_tokens_mask[last - 1]:
+                last -= 1  # an end token that the tokenizer puts after every text
+            marks = np.full(len(ids), mark, np.uint8)
+            if not text.isascii():
+                marks |= _inside(encoding.offsets)
+            done.append((ids[:last], marks[:last]))
+        return np.concatenate([d[0] for d in done]), np.concatenate([d[1] for d in done])
 
     def _cut(self, plan: _Plan) -> bool:
         """Whether to tokenize in pieces. Plain text is one text whose boundary is found by characters."""

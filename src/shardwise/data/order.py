@@ -121,6 +121,12 @@ def make_order(
         raise DataError(
             f"epochs={epochs} and max_steps={max_steps}", "a run has exactly one length", "give one of them"
         )
+    if int(rows.lengths.max()) > sequence_length:
+        raise DataError(
+            f"a row has {int(rows.lengths.max())} tokens, sequence_length is {sequence_length}",
+            "rows are cut when they are prepared, with one sequence_length for both",
+            "prepare the rows with the sequence_length of the order",
+        )
     given = rows.weights if weights is None else weights
     if isinstance(given, Mapping):
         given = tuple(float(given.get(i, 1.0)) for i in range(int(rows.sources.max()) + 1))

@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,8 +68,7 @@ def prepare(
     folder = tokenizer_folder(model_folder, revision)
     cache = (cache or default_cache()) / "data"
     given = template_text(None, chat_template) if chat_template else None
-    # A template may write today's date into every row.
-    key = [VERSION, fingerprint(folder), given, data.train_on]
+    key = [VERSION, fingerprint(folder), given, data.train_on, _today(folder, given)]
     made: list[Encoder] = []
 
     def encoder(parts: Sequence[Part]) -> "Encoder":
@@ -120,6 +120,13 @@ def prepare(
         facts,
     )
     return Prepared(train, validation, report, length, name)
+
+
+def _today(folder: Path, given: str | None) -> str:
+    """The date, when the template writes it into every row."""
+    names = ("chat_template.jinja", "tokenizer_config.json") if given is None else ()
+    texts = [given or "", *((folder / n).read_text(errors="replace") for n in names if (folder / n).exists())]
+    return date.today().isoformat() if any("strftime_now" in text for text in texts) else ""
 
 
 def _encoder(tokenizer: Tokenizer, given: str | None, data: Data, needed: bool = False) -> "Encoder":

@@ -106,7 +106,11 @@ class Tokenizer:
         missing = [c for c in stand_in.values() if copy.token_to_id(c) is None]
         if missing:
             copy.add_special_tokens(missing)
-        back = {int(copy.token_to_id(char)): self.control[text] for text, char in stand_in.items()}
+        back: dict[int, int] = {}
+        for control, char in stand_in.items():
+            made = copy.token_to_id(char)
+            if made is not None:
+                back[made] = self.control[control]
         return copy, back, stand_in
 
     def encode(self, texts: Sequence[str], special: bool) -> list[Any]:
