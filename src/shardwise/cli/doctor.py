@@ -1,0 +1,99 @@
+"""`shardwise doctor`: what can and cannot run here."""
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from shardwise.launch.diagnosis import Diagnosis
+
+
+@click.command()
+@click.option("--build", is_flag=True, help="Compile DeepSpeed's operators now, once, with progress.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+def doctor(build: bool, as_json: bool) -> None:
+    """What can and cannot run on this machine, and why: versions, devices, compilers, operators."""
+    from shardwise.launch import operators
+    from shardwise.launch.diagnosis import diagnose
+
+    found = diagnose()
+    if build:
+        device = "cuda" if found.torch and found.torch["gpus"] else "cpu"
+        names = (
+            operators.OPERATORS if device == "cpu" else [n for n in operators.OPERATORS if n != "shm_comm"]
+        )
+        operators.build(tuple(names), device, lambda text: click.echo(text, err=True))
+        found = diagnose()
+    if as_json:
+        click.echo(json.dumps(as_data(found), indent=2))
+    else:
+        click.echo(as_text(found))
+
+
+def as_data(found: "Diagnosis") -> dict[str, Any]:
+    """Plain data, stable keys."""
+    machine = found.machine
+    return {
+        "python": found.python,
+        "system": found.system,
+        "cores": machine.cores,
+        "memory_bytes": machine.memory_bytes,
+        "available_bytes": machine.available_bytes,
+        "free_disk_bytes": machine.free_disk_bytes,
+        "processor": machine.processor,
+        "gpus": [g.name for g in machine.gpus],
+        "packages": found.packages,
+        "too_old": list(found.too_old),
+        "torch": found.torch,
+        "torch_problem": found.torch_problem or None,
+        "tools": found.tools,
+        "operators": {s.name: {"state": s.state, "path": str(s.path), "pid": s.pid} for s in found.operators},
+        "extensions_path": found.extensions_path,
+        "abilities": {
+            a.name: {"works": a.works, "why": a.why or None, "hint": a.hint or None} for a in found.abilities
+        },
+        "notes": list(found.notes),
+    }
+
+
+def as_text(found: "Diagnosis") -> str:
+    """Readable without colour: + works, - does not."""
+    from shardwise.units import format_bytes
+
+    machine = found.machine
+    lines = [
+        f"shardwise {found.packages['shardwise']}, Python {found.python}, {found.system}",
+        f"{machine.processor}: {machine.cores} cores, {format_bytes(machine.memory_bytes)} memory "
+        f"({format_bytes(machine.available_bytes)} free), {format_bytes(machine.free_disk_bytes)} free disk",
+        f"GPUs: {', '.join(g.name for g in machine.gpus) or 'none'}",
+    ]
+    if found.torch:
+        seen = ", ".join(found.torch["gpus"]) or ("Apple GPU" if found.torch["mps"] else "the CPU only")
+        lines.append(f"torch {found.torch['version']} sees {seen}")
+    else:
+        lines.append(f"torch: {found.torch_problem}")
+    lines += ["", "Packages"]
+    lines += [f"  {'+' if v else '-'} {name} {v or 'not installed'}" for name, v in found.packages.items()]
+    lines += [f"  ! {old} is older than what shardwise is tested with" for old in found.too_old]
+    lines += ["", "Tools"]
+    lines += [f"  {'+' if path else '-'} {name}: {path or 'not found'}" for name, path in found.tools.items()]
+    if found.operators:
+        lines += ["", f"DeepSpeed's operators, in {found.extensions_path}"]
+        for state in found.operators:
+            mark = "+" if state.state == "built" else "-"
+            detail = {
+                "building": f"being compiled by process {state.pid}",
+                "stale": "a killed build left its lock, on which DeepSpeed waits forever; "
+                "cleared by: shardwise doctor --build",
+                "missing": "not compiled yet; compiled by: shardwise doctor --build",
+            }.get(state.state, "built")
+            lines.append(f"  {mark} {state.name} ({state.purpose}): {detail}")
+    lines += ["", "What can run here", "  + plan: always"]
+    for ability in found.abilities:
+        tail = f": {ability.why}" if ability.why else ""
+        hint = f" ({ability.hint})" if ability.hint else ""
+        lines.append(f"  {'+' if ability.works else '-'} {ability.name}{tail}{hint}")
+    if found.notes:
+        lines += ["", *[f"! {note}" for note in found.notes]]
+    return "\n".join(lines)
