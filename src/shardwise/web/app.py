@@ -13,6 +13,7 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from shardwise.errors import ShardwiseError
+from shardwise.web.data_pages import DataPages
 from shardwise.web.guard import Access, Guard
 from shardwise.web.jobs import Jobs
 from shardwise.web.library import Library
@@ -29,6 +30,7 @@ def create_app(library: Library, access: Access) -> Starlette:
             Route("/assets/{name}", _asset),
             Route("/login", _login_page),
             Route("/login", _login(access), methods=["POST"]),
+            *DataPages(library).routes(),
             *PlanPages(library).routes(),
             *RunsPages(library, Jobs(library.folder)).routes(),
         ],

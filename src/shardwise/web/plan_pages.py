@@ -26,7 +26,7 @@ from shardwise.web.plan_question import (
     flag_as_change,
     read_controls,
 )
-from shardwise.web.plan_view import scatter, stack_rows
+from shardwise.web.plan_view import scatter, stack_rows, term_names
 
 MOST_OPTIONS = 60  # of plan.json
 
@@ -80,13 +80,15 @@ class PlanPages:
             found = ask(controls, self._sources())
         except ShardwiseError as problem:
             return {"problem": problem, "answer": None}
+        rows = stack_rows(found)
         return {
             "problem": None,
             "answer": found,
             "verdict": _verdict(found),
             "sentence": recommendation(found),
             "fixes": _fixes(found, controls),
-            "rows": stack_rows(found),
+            "rows": rows,
+            "term_names": term_names(rows),
             "rules": rule_of_thumb(found.question.shape),
             "recipe": recipe_text(found, controls),
             "command": command_of(controls),

@@ -8,7 +8,7 @@ from shardwise.estimate.memory.formula import estimate_memory
 from shardwise.estimate.memory.terms import MemoryEstimate, MemoryTerm
 from shardwise.facts.gpus import Offer
 from shardwise.plan.search import Answer, Option, Rejected, engine_name
-from shardwise.report.bars import Bar, bar
+from shardwise.report.bars import Bar, bar, term_number
 
 FIXED = "context"  # what a process holds beside its tensors
 MOST_BARS = 30
@@ -32,6 +32,7 @@ class StackRow:
     terms: tuple[MemoryTerm, ...]
     bar: Bar
     capacity_percent: float
+    clipped: bool  # the bar goes on beyond the drawing
     option: Option | None
     reason: str = ""
     changes: tuple[str, ...] = ()
@@ -52,6 +53,11 @@ def stack_rows(answer: Answer) -> list[StackRow]:
     largest = max((_capacity(x) for x in found), default=1)
     whole = min(max([*needs, 1.1 * largest]), CLIPPED * largest)
     return [_row(answer, x, whole) for x in found]
+
+
+def term_names(rows: Sequence[StackRow]) -> list[str]:
+    """Every term some bar shows, in the order of their numbers."""
+    return sorted({t.name for row in rows for t in row.terms}, key=term_number)
 
 
 def _spread(options: Sequence[Option]) -> list[Option]:
@@ -94,6 +100,7 @@ def _row(answer: Answer, x: Option | Rejected, whole: float) -> StackRow:
         terms=terms,
         bar=bar(engine_name(stack), [(t.name, t.bytes) for t in terms], whole),
         capacity_percent=round(100 * capacity / whole, 3),
+        clipped=memory.allocated_bytes + memory.fixed_bytes > whole,
         option=option,
         reason=reason,
         changes=changes,
