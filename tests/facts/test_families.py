@@ -7,7 +7,7 @@ import pytest
 
 from shardwise.facts.catalogue import catalogue_shape
 from shardwise.facts.model import fill_defaults, shape_from_config
-from shardwise.facts.tensors import FAMILIES
+from shardwise.facts.families import FAMILIES
 
 OWN_CODE = {"qwen", "baichuan", "chatglm"}  # not in transformers: their counts are pinned below
 SMALL: dict[str, Any] = {

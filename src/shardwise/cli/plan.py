@@ -63,7 +63,8 @@ def plan(model: str, as_json: bool, explain: bool, write: str | None, **flags: A
     """
     from shardwise.facts.model import read_model
     from shardwise.plan.search import answer
-    from shardwise.report.plan_text import plan_json, plan_text
+    from shardwise.report.plan_json import plan_json
+    from shardwise.report.plan_text import plan_text
 
     shape = read_model(model, flags["revision"])
     question, notes = _question(shape, flags)

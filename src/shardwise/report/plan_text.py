@@ -1,8 +1,8 @@
-"""A plan as text for people and as JSON for programs. Pure functions of the answer."""
+"""A plan as text for people: the most important things first. Pure functions of the answer."""
 
 from collections.abc import Iterable
-from typing import Any
 
+from shardwise.estimate.stack import Stack
 from shardwise.facts.model import ModelShape
 from shardwise.plan.model import Plan
 from shardwise.plan.search import Answer, Option, Rejected, engine_name
@@ -74,7 +74,7 @@ def recommendation(answer: Answer) -> str:
     batch = f"{s.micro_batch_size} sequence{'s' if s.micro_batch_size > 1 else ''} per {_device(plan)}"
     check = {"none": "no", "selective": "selective", "full": "full"}[s.activation_checkpointing]
     first = (
-        f"Train {_method_words(s.method)} with {engine_name(s)} on {plan.offer.name}, {batch} and {check} "
+        f"Train {_method_words(s.method)}{_engine_words(s)} on {plan.offer.name}, {batch} and {check} "
         f"activation checkpointing: {format_bytes(plan.needed_bytes)} of {format_bytes(plan.capacity_bytes)} "
         f"per {_device(plan)}{_tight(plan)}."
     )
@@ -91,6 +91,10 @@ def recommendation(answer: Answer) -> str:
             f"{format_seconds(best.high_seconds)}) for {plan.steps:,} steps{_cost_words(best)}."
         )
     return f"{first} {second}"
+
+
+def _engine_words(stack: Stack) -> str:
+    return "" if stack.sharding == "single" else f" with {engine_name(stack)}"
 
 
 def _tight(plan: Plan) -> str:
@@ -114,8 +118,7 @@ def _cost_words(option: Option, joint: str = " and cost ") -> str:
 
 def _no_recommendation(answer: Answer) -> str:
     if answer.options:
-        near = answer.options[0]
-        return f"No stack meets the wish. Nearest is {near.label}: {near.missed}."
+        return f"No stack meets the wish. {_nearest_wish(answer)}"
     changes = [c for r in answer.rejected for c in r.changes]
     needs = min(answer.rejected, key=lambda r: r.needed_bytes, default=None)
     words = "Nothing fits."
@@ -127,6 +130,38 @@ def _no_recommendation(answer: Answer) -> str:
     if changes:
         words += f" It would fit with: {', or '.join(dict.fromkeys(changes))}."
     return words
+
+
+def _nearest_wish(answer: Answer) -> str:
+    """The smallest change of budget or deadline after which something meets both."""
+    q = answer.question
+    timed = [o for o in answer.options if o.seconds is not None]
+    words = []
+    if q.budget_usd is not None:
+        in_time = [
+            o
+            for o in timed
+            if o.cost and (q.deadline_seconds is None or (o.seconds or 0) <= q.deadline_seconds)
+        ]
+        if in_time:
+            cheap = min(in_time, key=lambda o: o.cost.usd if o.cost else 0.0)
+            assert cheap.cost is not None and cheap.seconds is not None
+            words.append(
+                f"The cheapest{' within the deadline' if q.deadline_seconds else ''} is {cheap.label}: "
+                f"{format_usd(cheap.cost.usd)}, {format_seconds(cheap.seconds)}."
+            )
+    if q.deadline_seconds is not None:
+        paid = [o for o in timed if q.budget_usd is None or (o.cost and o.cost.usd <= q.budget_usd)]
+        if paid:
+            fast = min(paid, key=lambda o: o.seconds or 0.0)
+            price = "" if fast.cost is None else f", {format_usd(fast.cost.usd)}"
+            words.append(
+                f"The fastest{' within the budget' if q.budget_usd else ''} is {fast.label}: "
+                f"{format_seconds(fast.seconds or 0.0)}{price}."
+            )
+    if not words:
+        words.append(f"Nearest is {answer.options[0].label}: {answer.options[0].missed}.")
+    return " ".join(words)
 
 
 def _recommendation(answer: Answer) -> str:
@@ -256,19 +291,26 @@ def _front(answer: Answer) -> str:
 
 
 def _rejected(answer: Answer) -> str:
+    """One line per offer and method: which engines do not fit, by how much, and what would make one fit."""
     if not answer.rejected:
         return ""
-    lines = ["does not fit:"]
-    lines += [f"  {_rejected_words(r)}" for r in answer.rejected]
+    lines = ["does not fit (smallest stack of each engine, per GPU):"]
+    groups: dict[tuple[str, str], list[Rejected]] = {}
+    for r in answer.rejected:
+        groups.setdefault((r.method, r.offer.name), []).append(r)
+    for (method, offer), rejected in groups.items():
+        capacity = format_bytes(rejected[0].capacity_bytes)
+        engines = ", ".join(
+            f"{r.engine} {format_bytes(r.needed_bytes)}"
+            if not r.reason.startswith("the host")
+            else f"{r.engine} ({r.reason})"
+            for r in rejected
+        )
+        lines.append(f"  {method} on {offer}, {capacity} each: {engines}")
+        for r in rejected:
+            if r.changes:
+                lines.append(f"    would fit with: {', or '.join(r.changes)}")
     return "\n".join(lines)
-
-
-def _rejected_words(r: Rejected) -> str:
-    words = f"{r.method} with {r.engine}: at least {format_bytes(r.needed_bytes)} of "
-    words += f"{format_bytes(r.capacity_bytes)} per GPU"
-    if r.reason.startswith("the host"):
-        words = f"{r.method} with {r.engine}: {r.reason}"
-    return words + (f"; would fit with {', or '.join(r.changes)}" if r.changes else "")
 
 
 def _least(answer: Answer) -> str:
@@ -288,96 +330,3 @@ def _notes(answer: Answer) -> str:
     notes: Iterable[str] = (*answer.question.shape.notes, *answer.notes)
     offers = (n for o in answer.question.offers for n in o.notes)
     return "\n".join(f"note: {n}" for n in dict.fromkeys((*notes, *offers)))
-
-
-def plan_json(answer: Answer) -> dict[str, Any]:
-    """The answer as plain values: bytes, seconds, dollars."""
-    q = answer.question
-    return {
-        "model": {
-            "source": q.shape.source,
-            "family": q.shape.family,
-            "total_parameters": q.shape.total_parameters,
-            "active_parameters": q.shape.active_parameters,
-        },
-        "question": {
-            "tokens": q.data.tokens,
-            "epochs": q.epochs,
-            "sequence_length": q.sequence_length,
-            "methods": list(q.methods),
-            "offers": [o.name for o in q.offers],
-            "budget_usd": q.budget_usd,
-            "deadline_seconds": q.deadline_seconds,
-        },
-        "rule_of_thumb": [{"what": w, "bytes": b, "formula": f} for w, b, f in rule_of_thumb(q.shape)],
-        "recommendation": recommendation(answer),
-        "recommended": None if answer.recommended is None else option_json(answer.recommended),
-        "options": [option_json(o) for o in answer.options],
-        "front": [{"seconds": o.seconds, "usd": o.cost.usd if o.cost else None, "option": o.label}
-                  for o in answer.front],
-        "rejected": [
-            {"method": r.method, "engine": r.engine, "offer": r.offer.name, "needed_bytes": r.needed_bytes,
-             "capacity_bytes": r.capacity_bytes, "reason": r.reason, "changes": list(r.changes)}
-            for r in answer.rejected
-        ],
-        "least_gpus": [{"gpu": x.gpu, "method": x.method, "count": x.count} for x in answer.least],
-        "tried": answer.tried,
-        "notes": [*q.shape.notes, *answer.notes],
-    }  # fmt: skip
-
-
-def option_json(option: Option) -> dict[str, Any]:
-    """One option as plain values."""
-    plan = option.plan
-    s, m, speed = plan.stack, plan.memory, plan.speed
-    return {
-        "method": s.method,
-        "engine": engine_name(s),
-        "gpu": plan.offer.gpu.name,
-        "world_size": s.world_size,
-        "nodes": plan.offer.nodes,
-        "micro_batch_size": s.micro_batch_size,
-        "global_batch_size": s.global_batch_size,
-        "activation_checkpointing": s.activation_checkpointing,
-        "precision": s.precision,
-        "verdict": plan.verdict,
-        "missed": option.missed,
-        "head_room": plan.head_room,
-        "memory": {
-            "allocated_bytes": m.allocated_bytes,
-            "low_bytes": m.low_bytes,
-            "high_bytes": m.high_bytes,
-            "reserved_bytes": m.reserved_bytes,
-            "fixed_bytes": m.fixed_bytes,
-            "capacity_bytes": plan.capacity_bytes,
-            "host_bytes_per_node": m.host_bytes_per_node,
-            "disk_bytes_per_node": m.disk_bytes_per_node,
-            "peak_phase": m.peak_phase,
-            "source": m.source,
-            "terms": [{"name": t.name, "bytes": t.bytes, "formula": t.formula} for t in m.terms],
-        },
-        "speed": {
-            "step_seconds": speed.step_seconds,
-            "low_seconds": speed.low_seconds,
-            "high_seconds": speed.high_seconds,
-            "tokens_per_second_per_gpu": speed.tokens_per_second_per_gpu,
-            "mfu": speed.mfu,
-            "parts": [{"name": p.name, "seconds": p.seconds, "words": p.words} for p in speed.parts],
-        },
-        "steps": plan.steps,
-        "seconds": option.seconds,
-        "low_seconds": option.low_seconds,
-        "high_seconds": option.high_seconds,
-        "cost": None
-        if option.cost is None
-        else {
-            "usd": option.cost.usd,
-            "low_usd": option.cost.low_usd,
-            "high_usd": option.cost.high_usd,
-            "usd_per_gpu_hour": option.cost.usd_per_gpu_hour,
-            "source": option.cost.source,
-            "purchase_usd": option.cost.purchase_usd,
-        },
-        "energy_kwh": option.energy_kwh,
-        "choices": [{"key": c.key, "value": c.value, "why": c.why} for c in plan.choices],
-    }

@@ -11,10 +11,11 @@ from starlette.routing import Route
 from shardwise.errors import ShardwiseError
 from shardwise.facts.catalogue import known_models
 from shardwise.facts.gpus import catalogue
-from shardwise.plan.search import COUNTS, Answer
+from shardwise.plan.question import COUNTS, Answer
 from shardwise.plan.write import recipe_of
 from shardwise.recipe import dump_recipe
-from shardwise.report.plan_text import plan_json, recommendation, rule_of_thumb
+from shardwise.report.plan_json import plan_json
+from shardwise.report.plan_text import recommendation, rule_of_thumb
 from shardwise.web.library import Library
 from shardwise.web.pages import Json, page, wants_json
 from shardwise.web.plan_question import (

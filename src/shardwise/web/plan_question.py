@@ -11,7 +11,8 @@ from shardwise.facts.gpus import Offer, catalogue, find_gpu, load_prices, parse_
 from shardwise.facts.model import ModelShape, read_model
 from shardwise.plan.data_facts import facts_of_file
 from shardwise.plan.model import DataFacts
-from shardwise.plan.search import CHECKPOINTING, COUNTS, METHODS, Answer, Question, answer
+from shardwise.plan.question import COUNTS, METHODS, Answer, Question
+from shardwise.plan.search import CHECKPOINTING, answer
 from shardwise.units import parse_count, parse_seconds, parse_usd
 
 ANY = "any"

@@ -18,10 +18,10 @@ from shardwise.facts.model import ModelShape
 class Program:
     """What a training program does that a recipe does not say. The defaults are ours.
 
-    `checkpointed` is the share of layers recomputed under full checkpointing; `fused`: "kernels" for norms and
-    rotary embeddings, "all" for activations and residual sums too; `experts`: grouped (one kernel for all) or looped (each a
-    linear layer of its own, which 4-bit loading quantises too); `fp32_adapters`: adapters in fp32 on a bf16 base;
-    `fp32_residual`: norms and the residual stream in fp32 (4-bit models prepared the usual way).
+    checkpointed: the share of layers recomputed under full checkpointing. fused: "kernels" for norms and rotary
+    embeddings, "all" for activations and residual sums too. experts: "grouped" (one kernel for all) or "looped"
+    (each a linear layer of its own, which 4-bit loading quantises too). fp32_adapters: on a bf16 base.
+    fp32_residual: norms and the residual stream in fp32 (4-bit models prepared the usual way).
     """
 
     checkpointed: float = 1.0
