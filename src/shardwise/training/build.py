@@ -6,6 +6,7 @@ import torch
 
 from shardwise.recipe import Recipe
 from shardwise.training.engines.protocol import Engine, Ranks
+from shardwise.training.hollow import fill, hollow_model
 from shardwise.training.model import ModelFolder, prepare_for_training
 
 
@@ -13,7 +14,8 @@ def build_engine(
     recipe: Recipe, folder: ModelFolder, device: torch.device, ranks: Ranks, accumulation_steps: int
 ) -> Engine:
     """The engine that the recipe names, over a model that has been loaded and, for adapters, adapted."""
-    model: Any = _base(recipe, folder)
+    hollow = hollow_model(folder) if _streams(recipe) else None
+    model: Any = hollow if hollow is not None else _base(recipe, folder)
     if recipe.method != "full":
         from shardwise.training.adapters.lora import adapt
 
@@ -27,7 +29,10 @@ def build_engine(
     if name == "fsdp2":
         from shardwise.training.engines.fsdp2 import Fsdp2Engine
 
-        return Fsdp2Engine(module, recipe, device, ranks, accumulation_steps > 1)
+        engine = Fsdp2Engine(module, recipe, device, ranks, accumulation_steps > 1)
+        if hollow is not None:
+            fill(module.model, folder)
+        return engine
     if name == "deepspeed":
         from shardwise.training.engines.deepspeed import DeepSpeedEngine
 
@@ -35,6 +40,11 @@ def build_engine(
     from shardwise.training.engines.single import SingleEngine
 
     return SingleEngine(module, recipe, device, accumulation_steps > 1)
+
+
+def _streams(recipe: Recipe) -> bool:
+    """Weights that are only split: not those that are quantised, or whose norms DoRA needs, while they load."""
+    return recipe.engine.name == "fsdp2" and recipe.method != "qlora" and not recipe.lora.dora
 
 
 def _base(recipe: Recipe, folder: ModelFolder) -> Any:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from shardwise.recipe.schema import Recipe
 from shardwise.training.batches import MicroBatch
 from shardwise.training.engines.protocol import Ranks, trained
+from shardwise.training.hollow import in_fp32, materialise
 from shardwise.training.layers import decoder_layers
 from shardwise.training.model import DTYPES, LossModel
 from shardwise.training.optimizers import Updater
@@ -44,7 +45,7 @@ class Fsdp2Engine:
         self.compute_dtype = DTYPES[recipe.training.precision]
         if recipe.optimizer.master_weights:
             for _, param in trained(module):
-                param.data = param.data.float()
+                param.data = in_fp32(param.data)
         self.mesh = _mesh(device, ranks.world_size, self.section.dp_replicate)
         self.shard_mesh = self.mesh["dp_shard"] if self.mesh.ndim == 2 else self.mesh
         options: dict[str, Any] = {
@@ -60,7 +61,9 @@ class Fsdp2Engine:
             else OffloadPolicy(),
         }
         for layer in decoder_layers(module):
+            materialise(layer)
             fully_shard(layer, reshard_after_forward=self.section.reshard_after_forward, **options)
+        materialise(module)
         # The root's weights are used first and last in a step: freeing them in between only costs a gather.
         fully_shard(module, reshard_after_forward=False, **options)
         _place_buffers(module, device)
