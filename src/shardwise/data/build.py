@@ -130,12 +130,19 @@ def build_store(
     done = folder / "done.json"
     if not done.exists():
         partial = folder.with_name(folder.name + ".partial")
-        with _OnlyOne(folder):
-            if not done.exists():
-                account = _fill(parts, partial, encoder(), progress)
-                (partial / "journal.json").unlink(missing_ok=True)
-                _write(partial / "done.json", {"files": names, "account": asdict(account)})
-                os.replace(partial, folder)
+        try:
+            with _OnlyOne(folder):
+                if not done.exists():
+                    account = _fill(parts, partial, encoder(), progress)
+                    (partial / "journal.json").unlink(missing_ok=True)
+                    _write(partial / "done.json", {"files": names, "account": asdict(account)})
+                    os.replace(partial, folder)
+        except OSError as problem:
+            raise DataError(
+                f"prepared rows cannot be kept in '{folder.parent}'",
+                problem.strerror or str(problem),
+                "name another folder with the environment variable SHARDWISE_CACHE",
+            ) from None
     tree = json.loads(done.read_text(encoding="utf-8"))
     return open_store(folder, tree["files"]), Account.load(tree["account"])
 
@@ -144,10 +151,10 @@ class _OnlyOne:
     """A lock on a folder, so that two processes do not prepare the same rows at once."""
 
     def __init__(self, folder: Path) -> None:
-        folder.parent.mkdir(parents=True, exist_ok=True)
         self._path = folder.with_name(folder.name + ".lock")
 
     def __enter__(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._path.open("w")
         try:
             import fcntl

@@ -24,6 +24,7 @@ from shardwise.data.tokenizer import Tokenizer
 from shardwise.errors import DataError
 
 _QUOTE = 0x100000  # private use plane: control-token text of a row while its template runs
+_PRIVATE = re.compile("[\U000f0000-\U0010ffff]")  # both planes that stand-ins come from
 
 
 @dataclass
@@ -202,7 +203,7 @@ class Encoder:
         if not self._control or not any(self._control.search(t) for m in messages for t in _texts(m)):
             return list(messages), {}
         stand_in = {name: chr(_QUOTE + i) for i, name in enumerate(names)}
-        if any(char in t for m in messages for t in _texts(m) for char in stand_in.values()):
+        if any(_PRIVATE.search(t) for m in messages for t in _texts(m)):
             raise RowProblem("it holds control-token text and private-use characters")
         pattern = self._control
 

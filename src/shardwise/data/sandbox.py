@@ -125,6 +125,10 @@ class _Environment(ImmutableSandboxedEnvironment):
             block.filter = nodes.Filter(block.filter, "_sized", [], [], None, None, lineno=block.lineno)
         return tree
 
+    def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
+        """Jinja would print nothing for an internal attribute; a template that asks for one is stopped."""
+        raise jinja2.sandbox.SecurityError(f"it asks for '{attribute}' of a {type(obj).__name__}")
+
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         self.meter.tick()
         if operator == "*":

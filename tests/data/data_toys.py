@@ -1,0 +1,90 @@
+"""Toy tokenizers: every byte is a token, so that any text round-trips, and control tokens are what a test says."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from shardwise.data import Prepared
+from shardwise.data.tokenizer import Tokenizer
+
+INPUTS = Path(__file__).parent / "inputs"
+CONTROL = (
+    "<s>",
+    "</s>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "<start_of_turn>",
+    "<end_of_turn>",
+    "[INST]",
+    "[/INST]",
+    "[SYSTEM_PROMPT]",
+    "[/SYSTEM_PROMPT]",
+)
+# As SmolLM2-Instruct ships it: no generation marks, a system text of its own, pad token = end token.
+SMOL = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are a helpful toy<|im_end|>\n' }}{% endif %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# Drops the reasoning of all answers but the last, as reasoning models' templates do.
+REWRITING = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if m['role'] == 'assistant' and not loop.last %}{{ m['content'].split('</think>')[-1] }}"
+    "{% else %}{{ m['content'] }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def make_tokenizer(
+    folder: Path, template: str | None = SMOL, end: str = "<|im_end|>", adds_bos: bool = False
+) -> Path:
+    """A model folder with a byte-level tokenizer of 256 bytes, " hi" and the control tokens."""
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+    from tokenizers import Tokenizer as Backend
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {char: i for i, char in enumerate(alphabet)}
+    merges = (
+        [("h", "i"), ("Ġ", "hi"), ("ab", "cd")] if "ab" in vocab else [("h", "i"), ("Ġ", "hi"), ("a", "b")]
+    )
+    for a, b in merges:
+        vocab[a + b] = len(vocab)
+    backend = Backend(models.BPE(vocab=vocab, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in CONTROL])
+    if adds_bos:
+        backend.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))]
+        )
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token=end, pad_token=end)
+    fast.chat_template = template
+    fast.save_pretrained(folder)
+    return folder
+
+
+def write_rows(path: Path, rows: Sequence[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def chat(*turns: str, system: str | None = None) -> dict[str, Any]:
+    """user, assistant, user, ... as a row."""
+    messages = [{"role": ("user", "assistant")[i % 2], "content": t} for i, t in enumerate(turns)]
+    return {"messages": ([{"role": "system", "content": system}] if system else []) + messages}
+
+
+def trained_text(prepared: Prepared, i: int, tokenizer: Tokenizer) -> str:
+    ids, labels = prepared.train.row(i)
+    assert len(ids) == len(labels) and ((labels == -100) | (labels == ids)).all() and labels[0] == -100
+    return tokenizer.text_of(labels[labels != -100].tolist())
+
+
+def whole_text(prepared: Prepared, i: int, tokenizer: Tokenizer) -> str:
+    return tokenizer.text_of(prepared.train.row(i)[0].tolist())

@@ -1,0 +1,92 @@
+"""Templates from strangers: no way out, no endless loop, no huge text; also given in a recipe."""
+
+import time
+
+import pytest
+from data_toys import chat
+
+from shardwise.data.sandbox import Template, TemplateRefusal
+from shardwise.data.templates import chat_template
+from shardwise.data.tokenizer import Tokenizer
+from shardwise.errors import DataError
+
+
+def test_s03_reaching_out_of_the_sandbox_is_refused() -> None:
+    for source in (
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+        "{{ messages.__class__.__mro__ }}",
+        "{{ ''.__class__.__base__.__subclasses__() }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ namespace.__init__.__globals__ }}",
+        "{% set x = messages.append(1) %}",
+    ):
+        with pytest.raises((DataError, TemplateRefusal), match=r"sandbox|unsafe|Undefined"):
+            Template(source, "x").render(messages=[1])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for a in range(99999) %}{{ range(99999)|list|length }}{% endfor %}",
+        "{% for a in range(99999) if range(99999)|list %}{% endfor %}",
+        "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(90) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+        "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(90) %}{% set n.x = n.x + n.x %}{% endfor %}",
+        "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(90) %}"
+        "{% set y %}{{ n.x }}{{ n.x }}{% endset %}{% set n.x = y %}{% endfor %}",
+        "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(90) %}"
+        "{% set n.x = n.x|replace('a', 'aaaa') %}{% endfor %}",
+        "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(90) %}"
+        "{% set n.x = n.x.replace('a', 'aaaa') %}{% endfor %}",
+        "{% for i in range(99999) %}{{ 'a' * 9999 }}{% endfor %}",
+        "{{ 'a' * 10000000000 }}",
+        "{{ [1] * 10000000000 }}",
+        "{{ 'a'.center(10000000000) }}",
+        "{{ 'a'|indent(10000000000) }}",
+        "{{ '%0999999999d' % 1 }}",
+        "{{ '{0:999999999}'.format(1) }}",
+        "{{ 9**9**9 }}",
+        "{% macro m(x) %}{{ m(x) }}{{ m(x) }}{% endmacro %}{{ m(1) }}",
+    ],
+)
+def test_s03_endless_and_huge_templates_stop(source: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(DataError, match="is stopped"):
+        Template(source, "x").render(messages=[])
+    assert time.monotonic() - started < 10
+
+
+def test_s03_a_template_given_in_a_recipe_is_held_to_the_same(tokenizer: Tokenizer) -> None:
+    with pytest.raises(DataError, match="is stopped"):
+        chat_template(
+            tokenizer, "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+        )
+
+
+def test_a_template_in_a_row_is_only_text(tokenizer: Tokenizer) -> None:
+    made = chat_template(tokenizer)
+    assert "{{ 7 * 7 }}" in made.render(chat("{{ 7 * 7 }}", "a")["messages"], False)
+
+
+def test_what_real_templates_use_works() -> None:
+    source = (
+        "{%- for m in messages -%}{% if loop.first %}{% continue %}{% endif %}"
+        "{{ loop.index0 }}{{ loop.last }}{{ loop.length }}{{ m|tojson }}"
+        "{% generation %}{{ m.x|trim }}{% endgeneration %}"
+        "{% if m.x %}{% break %}{% endif %}{%- endfor -%}"
+        "{% set n = namespace(a=1) %}{% set n.a = n.a + 1 %}{{ n.a }}{{ dict(k=1)['k'] }}{{ 'a-b'.split('-')[-1] }}"
+        "{{ messages[::-1]|length }}{{ messages|map(attribute='x')|join(',') }}{{ strftime_now('%Y')|length }}"
+    )
+    messages = [{"x": ""}, {"x": " <y> "}, {"x": "z"}]
+    assert Template(source, "x").render(messages=messages) == '1False3{"x": " <y> "}<y>21b3, <y> ,z4'
+
+
+def test_a_refusal_and_a_syntax_error_say_why(tokenizer: Tokenizer) -> None:
+    with pytest.raises(TemplateRefusal, match="only pairs"):
+        Template("{{ raise_exception('only pairs') }}", "x").render()
+    with pytest.raises(DataError, match="line 2"):
+        Template("{% if x %}\n{% endfor %}", "x")
+    with pytest.raises(DataError, match="does not write each turn exactly once"):
+        chat_template(tokenizer, "{{ messages[-1]['content'] }}")
+    with pytest.raises(DataError, match="cannot be read"):
+        chat_template(tokenizer, "no_such_file.jinja")
