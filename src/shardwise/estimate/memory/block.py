@@ -49,6 +49,7 @@ class Block:
     norms: int
     layer_norm: bool
     head_norms: bool
+    norm_in_fp32: bool
     parallel: bool
     experts: int
     experts_per_token: int
@@ -100,6 +101,7 @@ def block_of(shape: ModelShape, method: str, rank: int, targets: str | tuple[str
         norms=max(1, round(sum(t.count for t in hidden) / shape.num_hidden_layers)) if hidden else 2,
         layer_norm=any(t.kind == "bias" and ("norm" in t.name or ".ln_" in t.name) for t in shape.tensors),
         head_norms=any(t.kind == "norm" and t.shape == (shape.head_dim,) for t in block_norms),
+        norm_in_fp32=shape.model_type.startswith("gemma"),
         parallel=len(hidden) == 1 or shape.model_type in ("gpt_neox", "falcon", "phi"),
         experts=shape.num_experts if experts else 0,
         experts_per_token=shape.experts_per_token,
@@ -211,6 +213,13 @@ class Forward:
         sheet.drop(rms)
         if upcast is not x:
             sheet.drop(upcast)
+        if block.norm_in_fp32:  # Gemma multiplies by the weight before it casts down
+            wide = sheet.op(full, [scaled], [scaled] if trained else [], weights=trained)
+            sheet.drop(scaled)
+            y = wide if out == full else sheet.op(out, [wide])
+            if y is not wide:
+                sheet.drop(wide)
+            return y
         low = scaled if out == full else sheet.op(out, [scaled])
         y = sheet.op(out, [low], [low] if trained else [], weights=trained)
         if low is not scaled:

@@ -20,7 +20,21 @@ from shardwise.estimate.stack import Stack
 from shardwise.facts.model import ModelShape
 
 # Families whose blocks are like those the paper step is compared with in the tests; others get a wider range.
-PROVEN = frozenset(("llama", "mistral", "qwen2", "qwen3", "smollm3", "granite"))
+PROVEN = frozenset(
+    (
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "smollm3",
+        "granite",
+        "phi3",
+        "phi",
+        "gpt_neox",
+        "starcoder2",
+        "gemma",
+    )
+)
 NARROW, WIDE = 0.03, 0.15
 
 
@@ -86,43 +100,51 @@ def _question(shape: ModelShape, stack: Stack, trainer: Trainer) -> Question:
     block = block_of(shape, stack.method, stack.lora_rank, stack.lora_targets)
     accumulates = stack.gradient_accumulation_steps > 1 or trainer.gradients_alive
     mastered = trainer.masters and stack.master_weights and c == 2 and stack.sharding in ("single", "ddp")
+    in_buckets = stack.sharding == "ddp" and not trainer.gradient_buckets
     return Question(
         block=block,
         layers=shape.num_hidden_layers,
         vocabulary=shape.vocab_size,
         tied=shape.tie_word_embeddings,
         tokens=stack.tokens_per_micro_batch,
+        labelled=_labelled(stack),
         sequence=stack.sequence_length,
         widths=Widths(c, residual, weight, c if trainer.autocast else adapter, adapter),
         trainer=trainer,
         checkpointing=stack.activation_checkpointing,
         attention=stack.attention,
         on_cpu=stack.device == "cpu",
-        hook_takes_gradients=accumulates and mastered,
+        hook_takes_gradients=(accumulates and mastered) or in_buckets,
         kept_gradients=int(accumulates),
         around=around(shape, stack, trainer),
         softcap=shape.model_type == "gemma2",
     )
 
 
+def _labelled(stack: Stack) -> int:
+    """Positions of the fullest micro-batch that go through the output matrix in our step."""
+    tokens = stack.tokens_per_micro_batch
+    return tokens if stack.labelled_tokens is None else min(tokens, stack.labelled_tokens)
+
+
 def around(shape: ModelShape, stack: Stack, trainer: Trainer) -> Around:
     """What the engine adds around layers."""
     c = 2 if stack.precision == "bf16" else 4
-    n = stack.dp_shard
+    n, n_ranks = stack.dp_shard, stack.world_size
     layer = shape.layer_parameters
     trained_layer = _trained_layer(shape, stack)
     root = shape.total_parameters - layer * shape.num_hidden_layers - shape.vision_parameters
     root_trained = root if stack.method == "full" else 0
     match stack.sharding:
         case "ddp":
-            bucket = min(25 * 2**20, c * _trained(shape, stack))
+            bucket = min(25 * 2**20, c * _trained(shape, stack)) if c == 2 and n_ranks > 1 else 0
             copies = _trained(shape, stack) * (trainer.weight_bytes or c) if trainer.gradient_buckets else 0
-            return Around(constant=2 * bucket + copies)
+            return Around(constant=copies, reducing=2 * bucket)
         case "fsdp2":
             if n == 1:
                 return Around()
             four = 0.516 if stack.method == "qlora" else c
-            gathered = int(layer * four)
+            gathered = int(layer * four) + (c * trained_layer if stack.method != "full" else 0)
             reduced = trainer.weight_bytes or c if not trainer.masters else 4
             return Around(
                 gathered=gathered,
@@ -181,9 +203,9 @@ def _step(sheet: Sheet, states: Held, stack: Stack, trainer: Trainer) -> dict[st
         return {"gradients": sheet.terms["gradients"]}
     state = temporaries * (trainer.state_bytes / 4 if trainer.whole_step else 1) * elements
     # Our updater turns one bucket of bf16 gradients into fp32 at a time: +4 for the copy, -2 for what it replaces.
-    copied = 2 * elements if trainer.masters and states.masters and stack.sharding in ("single", "ddp") else 0
-    if states.gradients:  # they were summed in fp32 all along
-        copied = 0
+    copied = 0
+    if states.masters and stack.sharding in ("single", "ddp") and stack.gradient_accumulation_steps == 1:
+        copied = (2 if stack.sharding == "single" else 4) * elements
     return {
         "gradients": sheet.terms["gradients"] + copied,
         "engine": sheet.terms["engine"] if stack.sharding not in ("fsdp2",) else 0,
@@ -205,9 +227,10 @@ def _terms(
     words["activations"] = (
         f"{checkpoint}: {shape.num_hidden_layers} layers x {tokens:,} tokens x hidden {shape.hidden_size}"
     )
-    logits = trainer.loss_tokens(tokens, shape.vocab_size)
+    labelled = _labelled(stack)
+    logits = trainer.loss_tokens(labelled, shape.vocab_size)
     words["loss"] = (
-        f"logits of {logits:,} of {tokens:,} tokens x vocabulary {shape.vocab_size:,} at a time"
+        f"logits of {logits:,} of {labelled:,} labelled tokens x vocabulary {shape.vocab_size:,} at a time"
         if trainer.loss == "fused"
         else f"logits of {tokens:,} tokens x vocabulary {shape.vocab_size:,}, {trainer.loss}"
     )

@@ -19,7 +19,7 @@ class Around:
     kept: gathered layers stay whole until their backward. copying: a gather's buffer while it is copied out.
     reduced: a layer's gradients while they are reduced. shard: a layer's reduced gradients that stay;
     None: gradients stay as they are. root: gathered embedding and head, all through forward and backward.
-    constant: buffers that live all the time.
+    reducing: alive for a moment whenever gradients are reduced. constant: buffers that live all the time.
     """
 
     gathered: int = 0
@@ -31,6 +31,7 @@ class Around:
     root: int = 0
     root_shard: int = 0
     root_reduced: int = 0
+    reducing: int = 0
     constant: int = 0
 
 
@@ -46,6 +47,7 @@ class Question:
     vocabulary: int
     tied: bool
     tokens: int
+    labelled: int  # of them with a label: only these reach the head where the loss is fused
     sequence: int
     widths: Widths
     trainer: Trainer
@@ -155,6 +157,7 @@ def _layers_forward(
             for term, size in between.items():
                 sheet.add(size, term)
     sheet.remove(around.gathered * around.ahead, "engine")
+    sheet.add(around.copying, "engine")  # the last gather's buffer is let go with the next gather
     return segments, between
 
 
@@ -173,11 +176,14 @@ def _layers_backward(
         last = index == len(segments) - 1
         ahead = around.gathered * around.ahead if not last and not around.kept else 0
         sheet.add(whole + ahead, "engine")
+        if index == 0:
+            sheet.remove(around.copying, "engine")
         sheet.flash(around.copying, "engine")
         if q.checkpointing == "none":
             sheet.backward(segment.exit, segment.start)
         else:
             _recompute(sheet, forward, q, segment)
+        sheet.flash(around.reducing, "engine")
         sheet.remove(whole + ahead, "engine")
         if around.kept:
             sheet.remove(around.gathered, "engine")
@@ -236,9 +242,10 @@ def _head(sheet: Sheet, q: Question, x: Paper, start: int) -> Paper | None:
     name = "embedding" if q.tied else "head"
     weights = [(name, table * q.widths.weight)] if trained else []
     kept: Paper | None = None
-    chunk = q.trainer.loss_tokens(tokens, v) * v
+    labelled = q.labelled if q.trainer.loss == "fused" else tokens
+    chunk = q.trainer.loss_tokens(labelled, v) * v
     if q.trainer.loss == "fused":
-        picked = sheet.op(tokens * q.block.hidden * c, [x])
+        picked = sheet.op(labelled * q.block.hidden * c, [x])
         sheet.drop(x)
         grad = sheet.new(picked.bytes, "loss")
         summed = sheet.new(4 * table if trained else 0, "loss")

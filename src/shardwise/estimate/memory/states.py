@@ -96,6 +96,8 @@ def held(shape: ModelShape, stack: Stack, trainer: Trainer) -> Held:
     )
     grad_shards = shards if stack.sharding in ("fsdp2", "zero2", "zero3") else 1
     gradients = grad_bytes * n.trained / grad_shards if accumulates else 0.0
+    if stack.sharding == "ddp" and not trainer.gradient_buckets:  # gradients are views of buckets that stay
+        gradients = c * n.trained + (4 * n.trained if accumulates and mastered else 0)
     weights = (frozen + trained_weights) / weight_shards
     masters, states = masters / state_shards, states / state_shards
     host = nvme = 0.0
