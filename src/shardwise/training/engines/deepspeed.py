@@ -47,6 +47,7 @@ class DeepSpeedEngine:
             recipe,
             ranks.world_size,
             accumulation_steps,
+            sum(p.numel() for _, p in self.named),
             sum(p.numel() for p in module.parameters()),
             pin_memory=device.type == "cuda",
         )

@@ -12,7 +12,7 @@ from typing import Any
 from shardwise.errors import RuleError, RunError
 from shardwise.recipe.schema import DeepSpeed, Recipe
 
-# Elements. DeepSpeed's own values, which `auto` stands for, cut to what there is to reduce or gather.
+# Elements. DeepSpeed's own values, which `auto` stands for.
 REDUCE_BUCKET = ALLGATHER_BUCKET = 500_000_000
 PREFETCH_BUCKET = 50_000_000
 PERSISTENCE_THRESHOLD = 100_000
@@ -21,12 +21,13 @@ SUB_GROUP = 1_000_000_000  # elements updated, or swapped, at a time (stage 3)
 
 
 def deepspeed_config(
-    recipe: Recipe, world_size: int, accumulation_steps: int, elements: int, pin_memory: bool
+    recipe: Recipe, world_size: int, accumulation_steps: int, trained: int, elements: int, pin_memory: bool
 ) -> dict[str, Any]:
     """A resolved recipe -> DeepSpeed's configuration.
 
-    `elements` is the number of all parameters' elements: buckets need not be larger. `pin_memory` only where
-    a GPU can use it.
+    `trained` and `elements` count elements of trained and of all parameters. A bucket is a buffer of its full size
+    from the start (fp32 for gradients): it is never made larger than what could ever be in it. `pin_memory` only
+    where a GPU can use it.
     """
     training, optimizer = recipe.training, recipe.optimizer
     assert training.micro_batch_size != "auto"
@@ -50,7 +51,7 @@ def deepspeed_config(
             "bf16_master_weights_and_grads": False,
             "bf16_optimizer_states": False,
         },
-        "zero_optimization": _zero(recipe.engine.deepspeed, elements, pin_memory),
+        "zero_optimization": _zero(recipe.engine.deepspeed, trained, elements, pin_memory),
         "aio": {
             "block_size": 1_048_576,
             "queue_depth": 8,
@@ -68,25 +69,22 @@ def deepspeed_config(
     }
 
 
-def _zero(section: DeepSpeed, elements: int, pin_memory: bool) -> dict[str, Any]:
-    reduce_bucket = _chosen(section.reduce_bucket_size, min(REDUCE_BUCKET, elements))
+def _zero(section: DeepSpeed, trained: int, elements: int, pin_memory: bool) -> dict[str, Any]:
     zero: dict[str, Any] = {
         "stage": section.zero_stage,
         "contiguous_gradients": True,
         "overlap_comm": True,
         "reduce_scatter": True,
-        "reduce_bucket_size": reduce_bucket,
+        "reduce_bucket_size": _chosen(section.reduce_bucket_size, REDUCE_BUCKET, trained),
         "round_robin_gradients": False,
         "ignore_unused_parameters": True,
         "allgather_partitions": True,
-        "allgather_bucket_size": _chosen(section.allgather_bucket_size, min(ALLGATHER_BUCKET, elements)),
+        "allgather_bucket_size": _chosen(section.allgather_bucket_size, ALLGATHER_BUCKET, trained),
         "sub_group_size": SUB_GROUP,
     }
     if section.zero_stage == 3:
         zero |= {
-            "stage3_prefetch_bucket_size": _chosen(
-                section.prefetch_bucket_size, min(PREFETCH_BUCKET, elements)
-            ),
+            "stage3_prefetch_bucket_size": _chosen(section.prefetch_bucket_size, PREFETCH_BUCKET, elements),
             "stage3_param_persistence_threshold": _chosen(
                 section.param_persistence_threshold, PERSISTENCE_THRESHOLD
             ),
@@ -127,8 +125,9 @@ def _nvme(section: DeepSpeed, place: str) -> dict[str, Any]:
     return {"nvme_path": section.nvme_path}
 
 
-def _chosen(value: int | str, auto: int) -> int:
-    return auto if isinstance(value, str) else value
+def _chosen(value: int | str, auto: int, most: int | None = None) -> int:
+    chosen = auto if isinstance(value, str) else value
+    return chosen if most is None else min(chosen, most)
 
 
 def compare(asked: Mapping[str, Any], live: Any) -> None:
