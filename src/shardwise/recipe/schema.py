@@ -4,6 +4,7 @@
 run folder keeps that resolved copy.
 """
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -14,6 +15,7 @@ Auto = Literal["auto"]
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+_VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")  # what a shell takes as a name
 Names = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 
 
@@ -170,6 +172,76 @@ class Run(Section):
     name: str | None = _help("name of the run folder; null: made from model, method and time", None)
 
 
+class Slurm(Section):
+    partition: str | None = _help("partition; null: the cluster's default", None)
+    account: str | None = _help("account that pays", None)
+    qos: str | None = _help("quality of service", None)
+    time_limit: str | None = _help("longest run, as Slurm writes it: 12:00:00 or 2-00:00:00", None)
+    constraint: str | None = _help("features the nodes must have", None)
+    container: str | None = _help("image every node runs in; null: no container", None)
+    container_runtime: Literal["pyxis", "apptainer"] = _help("what starts the container", "pyxis")
+
+
+class Kubernetes(Section):
+    kind: Literal["trainjob", "jobset"] = _help("Kubeflow Trainer v2 TrainJob, or a plain JobSet", "trainjob")
+    namespace: str = _help("namespace of the job", "default")
+    image: str = _help("container image with shardwise in it", "shardwise:latest")
+    runtime: str = _help("the TrainJob's ClusterTrainingRuntime", "torch-distributed")
+    claim: str | None = _help("PersistentVolumeClaim, ReadWriteMany, for model, data and runs", None)
+    mount: str = _help("where the claim is mounted; relative paths of the recipe start there", "/workspace")
+    secret: str | None = _help("Secret that holds the variables of launch.environment", None)
+    node_selector: dict[str, str] = _help("labels the nodes must have", {})
+
+
+class Ray(Section):
+    address: str = _help("address of the cluster; auto: the one this machine belongs to", AUTO)
+    cpus_per_rank: PositiveInt = _help("processor cores reserved for each rank", 1)
+
+
+class SkyPilot(Section):
+    infra: str | None = _help(
+        "cloud, region or Kubernetes context, as sky takes it; null: the cheapest", None
+    )
+    use_spot: bool = _help("spot machines; the managed job recovers and resumes", True)
+    bucket: str | None = _help("bucket for the run folder, one node only", None)
+    volume: str | None = _help("SkyPilot volume for the run folder, shared by all nodes", None)
+
+
+class Launch(Section):
+    """Read by `shardwise launch` only: where a run goes that needs more than this machine."""
+
+    nodes: PositiveInt = _help("machines", 1)
+    gpus: str | None = _help("GPUs of one node, such as 8xH100-80GB; null: ranks on processors", None)
+    fabric: Literal["auto", "ethernet", "infiniband", "roce", "efa"] = _help(
+        "network between the nodes; auto: the libraries look for themselves", AUTO
+    )
+    interface: str | None = _help("network interface between the nodes, such as eth0; null: found", None)
+    max_restarts: NonNegativeInt = _help("how often a failed or pre-empted run is started again", 3)
+    stop_seconds: PositiveInt = _help("time to save between a request to stop and the end", 120)
+    environment: tuple[str, ...] = _help(
+        "names of variables to hand on, never their values", (), strict=False
+    )
+    setup: tuple[str, ...] = _help("shell lines every node runs first, such as module load", (), strict=False)
+    python: str | None = _help("Python on the nodes; null: this one on Slurm, else python", None)
+    slurm: Slurm = _help("read with --on slurm", Slurm())
+    kubernetes: Kubernetes = _help("read with --on kubernetes", Kubernetes())
+    ray: Ray = _help("read with --on ray", Ray())
+    skypilot: SkyPilot = _help("read with --on skypilot", SkyPilot())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_only(cls, value: Any) -> Any:
+        """A value given beside a name may be a secret: it is refused without being repeated."""
+        names = value.get("environment", ()) if isinstance(value, dict) else ()
+        for number, name in enumerate(names if isinstance(names, list | tuple) else ()):
+            if not (isinstance(name, str) and _VARIABLE.fullmatch(name)):
+                raise ValueError(
+                    f"item {number + 1} of launch.environment is not the name of a variable; write names "
+                    "alone and set their values in the shell, so that no secret stands in a file"
+                )
+        return value
+
+
 class Recipe(Section):
     """One training run, completely described."""
 
@@ -185,6 +257,7 @@ class Recipe(Section):
     evaluation: Evaluation = _help("held-out loss and sample answers", Evaluation())
     checkpoint: Checkpoint = _help("what is saved when", Checkpoint())
     run: Run = _help("where the run leaves its files", Run())
+    launch: Launch = _help("how shardwise launch starts it elsewhere", Launch())
 
     @model_validator(mode="before")
     @classmethod
