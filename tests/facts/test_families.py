@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from shardwise.facts.catalogue import catalogue_shape
-from shardwise.facts.model import fill_defaults, shape_from_config
 from shardwise.facts.families import FAMILIES
+from shardwise.facts.model import fill_defaults, shape_from_config
 
 OWN_CODE = {"qwen", "baichuan", "chatglm"}  # not in transformers: their counts are pinned below
 SMALL: dict[str, Any] = {

@@ -70,7 +70,8 @@ def plan(model: str, as_json: bool, explain: bool, write: str | None, **flags: A
     question, notes = _question(shape, flags)
     from dataclasses import replace
 
-    result = replace(answer(question), notes=notes)
+    found = answer(question)
+    result = replace(found, notes=(*found.notes, *notes))
     if write is not None:
         _write(write, model, result, flags)
     if as_json:

@@ -46,7 +46,7 @@ class Machine:
 
     def processor_as_device(self) -> Gpu:
         """The processor (or Apple's GPU, which shares its memory) in the form plans are made for."""
-        rates = {p: self.flops_per_second(p) for p in ("fp32", "bf16")}
+        rates = {p: self.flops_per_second(p) for p in ("fp32", "bf16") if p == "fp32" or self.has_fast_bf16}
         none = Link("none", 1e9, False, "one device")
         mps = self.device == "mps"
         # Two to twelve channels of DDR4/DDR5: 10 GB/s per core holds for small and large machines alike.

@@ -9,7 +9,7 @@ from shardwise.estimate.memory.terms import MemoryEstimate
 from shardwise.estimate.stack import Stack
 from shardwise.facts.gpus import Gpu, Offer, catalogue
 from shardwise.facts.model import ModelShape
-from shardwise.plan.model import verdict
+from shardwise.plan.model import host_holds, verdict
 from shardwise.plan.question import COUNTS, METHODS, Least, Option, Question, Rejected, engine_name
 
 
@@ -107,7 +107,8 @@ def changes_that_fit(question: Question, offer: Offer, stack: Stack) -> Iterator
 
     def fits(changed: Stack) -> bool:
         memory = memory_of(key, changed)
-        host = memory.host_bytes_per_node <= 0.9 * offer.host_bytes_per_node
+        offloads = changed.offload_optimizer != "none" or changed.offload_parameters != "none"
+        host = not offloads or host_holds(question.shape, changed, offer)
         return verdict(memory, capacity) == "fits" and host
 
     stack = smallest

@@ -4,7 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from shardwise.estimate.memory.host import PROCESS_BYTES
+from shardwise.estimate.memory.states import held
 from shardwise.estimate.memory.terms import MemoryEstimate
+from shardwise.estimate.memory.trainer import OURS
 from shardwise.estimate.speed import SpeedEstimate
 from shardwise.estimate.stack import Stack
 from shardwise.facts.gpus import Offer
@@ -72,9 +75,11 @@ class Plan:
 
     @property
     def host_fits(self) -> bool:
-        return self.stack.device != "cuda" or (
-            self.memory.host_bytes_per_node <= 0.9 * self.offer.host_bytes_per_node
-            and self.memory.disk_bytes_per_node <= self.offer.gpu.disk_bytes
+        """Offloaded states must fit the host for good; weights that are only loaded through it are mapped files."""
+        if self.stack.offload_optimizer == "none" and self.stack.offload_parameters == "none":
+            return True
+        return host_holds(self.shape, self.stack, self.offer) and (
+            self.memory.disk_bytes_per_node <= self.offer.gpu.disk_bytes
         )
 
     @property
@@ -89,6 +94,13 @@ class Plan:
     @property
     def gpu_hours(self) -> float | None:
         return None if self.seconds is None else self.seconds / 3600 * self.offer.count
+
+
+def host_holds(shape: ModelShape, stack: Stack, offer: Offer) -> bool:
+    """Whether a node's memory holds what its ranks offload, their processes, and a tenth to spare."""
+    ranks = min(stack.gpus_per_node, stack.world_size)
+    needed = ranks * (held(shape, stack, OURS).host + PROCESS_BYTES)
+    return needed <= 0.9 * offer.host_bytes_per_node
 
 
 def verdict(memory: MemoryEstimate, capacity_bytes: int) -> Verdict:

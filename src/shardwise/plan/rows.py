@@ -80,7 +80,7 @@ def parse_row(raw: Mapping[str, str]) -> Row:
     try:
         base["stack"] = _stack(text, shape)
     except ValueError as problem:
-        return Row(declined=f"a column cannot be read: {problem}", **base)
+        return Row(declined=f"the row does not say its setup: {problem}", **base)
     base |= {"program": _program(text), "weight_bytes": _weight_bytes(text)}
     try:
         base["gpu"] = find_gpu(text["gpu_kind"])
@@ -113,6 +113,14 @@ def _number(value: str | None) -> float | None:
         return None
 
 
+def _whole(text: Mapping[str, str], column: str) -> int:
+    """A count that must be there. Raises ValueError."""
+    value = _number(text.get(column))
+    if value is None or value < 1:
+        raise ValueError(f"{column} is {text.get(column) or 'empty'}")
+    return int(value)
+
+
 def _not_offered(text: Mapping[str, str]) -> str:
     """Why a run's setup is nothing that is estimated; empty when it is."""
     for axis, name in (("tp", "tensor"), ("pp", "pipeline"), ("cp", "context"), ("ep", "expert")):
@@ -139,7 +147,7 @@ def _not_offered(text: Mapping[str, str]) -> str:
 
 
 def _stack(text: Mapping[str, str], shape: ModelShape) -> Stack:
-    ranks = int(float(text["num_gpus"]))
+    ranks = _whole(text, "num_gpus")
     per_node = int(_number(text.get("gpus_per_node")) or min(ranks, 8))
     sharding, replicate = _sharding(text, ranks, per_node)
     method: Any = text["method"]
@@ -156,8 +164,8 @@ def _stack(text: Mapping[str, str], shape: ModelShape) -> Stack:
         dp_replicate=replicate,
         offload_optimizer=optimizer,  # type: ignore[arg-type]
         offload_parameters=parameters,  # type: ignore[arg-type]
-        micro_batch_size=max(1, int(float(text["micro_batch_per_gpu"]))),
-        sequence_length=int(float(text["seq_len"])),
+        micro_batch_size=max(1, _whole(text, "micro_batch_per_gpu")),
+        sequence_length=_whole(text, "seq_len"),
         gradient_accumulation_steps=int(_number(text.get("grad_accum")) or 1),
         precision="fp32" if fp32 else "bf16",
         master_weights=not pure,

@@ -67,7 +67,7 @@ def _shardings(question: Question, method: str, offer: Offer) -> Iterator[Stack]
         world_size=ranks,
         gpus_per_node=min(ranks, offer.gpus_per_node),
         sequence_length=question.sequence_length,
-        precision="bf16" if gpu.has_bf16 and gpu.kind != "cpu" else "fp32",
+        precision="bf16" if gpu.has_bf16 else "fp32",
         master_weights=question.master_weights,
         lora_rank=question.lora_rank,
         lora_targets=question.lora_targets,
@@ -119,7 +119,24 @@ def answer(question: Question) -> Answer:
         rejected=tuple(rejected),
         least=tuple(least_gpus(question)),
         tried=tried,
+        notes=tuple(_notes(question)),
     )
+
+
+def _notes(question: Question) -> Iterator[str]:
+    """What explains an answer that a reader may not expect."""
+    shape = question.shape
+    if shape.is_moe:
+        billions, gib = shape.layer_parameters / 1e9, 2 * shape.layer_parameters / 2**30
+        yield (
+            f"a layer with all its experts has {billions:.2f} B parameters: FSDP2 and ZeRO-3 gather it whole, "
+            f"{gib:.1f} GiB in bf16, twice while the next is fetched. Expert parallelism, which public runs of the largest "
+            "mixtures use, is not an engine here"
+        )
+        yield (
+            "experts are fused tensors: adapters fit on the other linear layers only, and 4-bit loading leaves the "
+            "experts in 16 bits"
+        )
 
 
 def catalogue_offers(question: Question) -> Iterator[Offer]:
