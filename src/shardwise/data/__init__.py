@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardwise.data.build import find_part
     from shardwise.data.order import Bin, Order, make_order
     from shardwise.data.preparation import Prepared, default_cache, prepare
     from shardwise.data.prompt import end_ids, render_prompt
@@ -22,6 +23,7 @@ _HOMES = {
     "Prepared": "preparation",
     "Rows": "store",
     "default_cache": "preparation",
+    "find_part": "build",
     "end_ids": "prompt",
     "load_tokenizer": "tokenizer",
     "make_order": "order",
@@ -36,6 +38,7 @@ __all__ = [
     "Rows",
     "default_cache",
     "end_ids",
+    "find_part",
     "load_tokenizer",
     "make_order",
     "prepare",

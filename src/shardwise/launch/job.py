@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.data import Order, Prepared, make_order, prepare
+from shardwise.data import Order, Prepared, find_part, make_order, prepare
 from shardwise.errors import Interrupted, OutOfMemoryError, RunError, ShardwiseError, UsageError
 from shardwise.facts.download import local_folder
 from shardwise.facts.machine import as_offer
@@ -17,6 +17,7 @@ from shardwise.launch.local import Failure, start
 from shardwise.plan.model import DataFacts, Plan
 from shardwise.plan.resolve import resolve
 from shardwise.recipe import Recipe, dump_recipe
+from shardwise.recipe.schema import Source
 from shardwise.rules import check
 from shardwise.runs import RunFolder, create_run
 
@@ -46,10 +47,24 @@ def decide(recipe: Recipe, progress: Progress | None = None) -> Job:
     prepared = prepare_rows(recipe, folder, shape, progress)
     offer = as_offer("cpu" if recipe.engine.device == "cpu" else None)
     decided, plan = resolve(recipe, shape, offer, facts_of(prepared, recipe))
+    decided = _with_formats(decided)
     if decided.data != recipe.data:
         prepared = prepare_rows(decided, folder, shape, None)
     check(decided, shape)
     return Job(decided, plan, shape, prepared, folder)
+
+
+def _with_formats(recipe: Recipe) -> Recipe:
+    """Every source with the format it was recognised as."""
+
+    def named(sources: tuple[Source, ...]) -> tuple[Source, ...]:
+        return tuple(s.model_copy(update={"format": find_part(s.path, s.format).format}) for s in sources)
+
+    data = recipe.data
+    update: dict[str, Any] = {"train": named(data.train)}
+    if isinstance(data.validation, tuple):
+        update["validation"] = named(data.validation)
+    return recipe.model_copy(update={"data": data.model_copy(update=update)})
 
 
 def prepare_rows(recipe: Recipe, folder: Path, shape: ModelShape, progress: Progress | None) -> Prepared:
