@@ -130,8 +130,8 @@ def _notes(question: Question) -> Iterator[str]:
         billions, gib = shape.layer_parameters / 1e9, 2 * shape.layer_parameters / 2**30
         yield (
             f"a layer with all its experts has {billions:.2f} B parameters: FSDP2 and ZeRO-3 gather it whole, "
-            f"{gib:.1f} GiB in bf16, twice while the next is fetched. Expert parallelism, which public runs of the largest "
-            "mixtures use, is not an engine here"
+            f"{gib:.1f} GiB in bf16, twice while the next is fetched. Expert parallelism, which public runs of "
+            "the largest mixtures use, is not an engine here"
         )
         yield (
             "experts are fused tensors: adapters fit on the other linear layers only, and 4-bit loading leaves the "
