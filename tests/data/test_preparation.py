@@ -32,7 +32,7 @@ def test_rows_read_are_rows_used_and_refused(run: Run, tmp_path: Path) -> None:
 def test_the_second_preparation_reads_only_the_index(run: Run, tmp_path: Path, monkeypatch: Any) -> None:
     path = write_rows(tmp_path / "a.jsonl", [chat(f"q{i}", f"a{i}") for i in range(30)])
     first = run(str(path))
-    monkeypatch.setattr("shardwise.data.preparation.load_tokenizer", lambda *a, **k: 1 / 0)
+    monkeypatch.setattr("shardwise.data.tokenizer.load_tokenizer", lambda *a, **k: 1 / 0)
     second = run(str(path))
     assert first.cache_key == second.cache_key and first.report == second.report
     assert all((first.train.row(i)[1] == second.train.row(i)[1]).all() for i in range(30))
@@ -87,6 +87,20 @@ def test_a_preparation_that_broke_off_goes_on_where_it_stopped(
         assert resumed.train.source(i) == whole.train.source(i)
         for a, b in zip(resumed.train.row(i), whole.train.row(i), strict=True):
             assert (a == b).all()
+
+
+def test_two_processes_make_the_same_rows_as_one(run: Run, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(build, "BATCH", 8)
+    path = write_rows(
+        tmp_path / "a.jsonl", [chat(f"q{i}", "é" * (i % 5 + 1)) for i in range(50)] + [{}, chat("q")]
+    )
+    one = run([{"path": str(path), "format": "messages"}], cache=tmp_path / "one")
+    monkeypatch.setenv("SHARDWISE_WORKERS", "2")
+    two = run([{"path": str(path), "format": "messages"}], cache=tmp_path / "two")
+    assert two.report == one.report and two.report.rows_refused == 2
+    for name in ("tokens.bin", "marks.bin", "rows.bin"):
+        files = [p.train.store.folder / name for p in (one, two)]
+        assert files[0] != files[1] and files[0].read_bytes() == files[1].read_bytes()
 
 
 def test_text_becomes_full_sequences_and_no_token_is_lost(

@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.data.conversations import RowProblem
-from shardwise.data.encode import Encoded, Encoder
-from shardwise.data.formats import Example, Preference, reader_of, recognise, unrecognised
+from shardwise.data.batches import Batch, EncoderSpec, Tokens, encode_batches, worker_count
+from shardwise.data.formats import recognise, unrecognised
 from shardwise.data.readers import Row, Unreadable, read_rows
 from shardwise.data.sources import DataFile, find_files
 from shardwise.data.store import Store, Writer, open_store
@@ -120,9 +119,9 @@ def digest_of(files: Sequence[DataFile]) -> str:
 
 
 def build_store(
-    parts: Sequence[Part], folder: Path, encoder: Callable[[], Encoder], progress: Progress | None = None
+    parts: Sequence[Part], folder: Path, spec: EncoderSpec, progress: Progress | None = None
 ) -> tuple[Store, Account]:
-    """The store in `folder`, made if it is not there. `encoder` is called only when there is work.
+    """The store in `folder`, made if it is not there; `spec` is used only then.
 
     Raises DataError when a line of a file is unreadable (all of them are counted), or no row is left.
     """
@@ -133,7 +132,7 @@ def build_store(
         try:
             with _OnlyOne(folder):
                 if not done.exists():
-                    account = _fill(parts, partial, encoder(), progress)
+                    account = _fill(parts, partial, spec, progress)
                     (partial / "journal.json").unlink(missing_ok=True)
                     _write(partial / "done.json", {"files": names, "account": asdict(account)})
                     os.replace(partial, folder)
@@ -166,38 +165,30 @@ class _OnlyOne:
         self._file.close()
 
 
-def _fill(parts: Sequence[Part], folder: Path, encoder: Encoder, progress: Progress | None) -> Account:
+def _fill(parts: Sequence[Part], folder: Path, spec: EncoderSpec, progress: Progress | None) -> Account:
     folder.mkdir(parents=True, exist_ok=True)
     journal = folder / "journal.json"
     state = json.loads(journal.read_text(encoding="utf-8")) if journal.exists() else None
     account = Account.load(state["account"]) if state else Account()
     writer = Writer(folder, state["tokens"] if state else 0, state["rows"] if state else 0)
     total = _count(parts)
+    read = sum(account.rows_read.values())
     broken: list[tuple[str, Unreadable]] = []
     saved = time.monotonic()
-    number = -1
-    read = sum(account.rows_read.values())
+    batches = _read(parts, state["file"] if state else 0, dict(account.rows_read), broken)
+    workers = worker_count(sum(file.path.stat().st_size for part in parts for file in part.files))
     try:
-        for source, part in enumerate(parts):
-            parse = reader_of(part.format)
-            for file in part.files:
-                number += 1
-                skip = account.rows_read.get(file.name, 0)
-                if state and number < state["file"]:
-                    continue
-                account.rows_read[file.name] = skip
-                for batch in _batches(islice(read_rows(file), skip, None)):
-                    rows = [row for row in batch if isinstance(row, Row)]
-                    broken += [(file.name, row) for row in batch if isinstance(row, Unreadable)]
-                    account.rows_read[file.name] += len(batch)
-                    read += len(batch)
-                    if not broken:
-                        _encode(rows, parse, encoder, writer, account, file.name, number, source)
-                    if progress is not None:
-                        progress("tokenizing", read, total)
-                    if not broken and time.monotonic() - saved > JOURNAL_SECONDS:
-                        _save(journal, writer, account, number)
-                        saved = time.monotonic()
+        for batch, tokens in encode_batches(batches, spec, workers):
+            account.rows_read[batch.name] = account.rows_read.get(batch.name, 0) + batch.read
+            read += batch.read
+            _take(batch, tokens, writer, account)
+            if progress is not None:
+                progress("tokenizing", read, total)
+            if not broken and time.monotonic() - saved > JOURNAL_SECONDS:
+                writer.flush()
+                at = {"file": batch.file, "tokens": writer.tokens, "rows": writer.rows}
+                _write(journal, at | {"account": asdict(account)})
+                saved = time.monotonic()
         writer.flush()
     finally:
         writer.close()
@@ -206,69 +197,52 @@ def _fill(parts: Sequence[Part], folder: Path, encoder: Encoder, progress: Progr
     return account
 
 
-def _save(journal: Path, writer: Writer, account: Account, file: int) -> None:
-    writer.flush()
-    _write(
-        journal,
-        {"file": file, "tokens": writer.tokens, "rows": writer.rows, "account": asdict(account)},
-    )
+def _read(
+    parts: Sequence[Part], first_file: int, done: dict[str, int], broken: list[tuple[str, Unreadable]]
+) -> Iterator[Batch]:
+    """The rows still to do, in batches. After the first unreadable line the rest is only looked through."""
+    number = -1
+    for source, part in enumerate(parts):
+        for file in part.files:
+            number += 1
+            if number < first_file:
+                continue
+            rows = islice(read_rows(file), done.get(file.name, 0), None)
+            none = True
+            while found := list(islice(rows, BATCH)):
+                none = False
+                broken += [(file.name, row) for row in found if isinstance(row, Unreadable)]
+                usable = () if broken else tuple(row for row in found if isinstance(row, Row))
+                yield Batch(number, file.name, source, part.format, usable, len(found))
+            if none:
+                yield Batch(number, file.name, source, part.format, (), 0)
 
 
-def _batches(rows: Iterator[Row | Unreadable]) -> Iterator[list[Row | Unreadable]]:
-    """At most BATCH rows and about 4 million characters at a time."""
-    while batch := list(islice(rows, BATCH)):
-        yield batch
-
-
-def _encode(
-    rows: Sequence[Row],
-    parse: Callable[[Any], Example],
-    encoder: Encoder,
-    writer: Writer,
-    account: Account,
-    name: str,
-    file: int,
-    source: int,
-) -> None:
-    examples, places = [], []
-    for row in rows:
-        if row.mended:
-            account.note("lone surrogates, replaced by U+FFFD", name, row.line)
-        try:
-            example = parse(row.value)
-            if isinstance(example, Preference):
-                raise RowProblem("a preference pair: it can be checked, not trained on with this method")
-            examples.append(example)
-            places.append(row.line)
-        except RowProblem as problem:
-            account.refuse(str(problem), name, row.line)
-    for example, line, found in zip(examples, places, encoder.encode(examples), strict=True):
-        if isinstance(found, RowProblem):
-            account.refuse(str(found), name, line)
-            continue
-        messages = getattr(example, "messages", None)
-        if messages is not None:
-            account.chats += 1
-            account.with_system += messages[0]["role"] == "system"
-        for note in dict.fromkeys(found.notes):
-            account.note(note, name, line)
-        _append(writer, found, account, line, file, source)
-
-
-def _append(writer: Writer, found: Encoded, account: Account, line: int, file: int, source: int) -> None:
-    if len(found.ids):
-        account.largest_id = max(account.largest_id, int(found.ids.max()))
-    digest = hashlib.blake2b(found.ids.tobytes(), digest_size=8).digest()
-    writer.append(
-        found.ids,
-        found.marks,
-        line=line,
-        file=file,
-        source=source,
-        text=int(found.text),
-        ended=int(found.ended),
-        digest=int(np.frombuffer(digest, "<u8")[0]),
-    )
+def _take(batch: Batch, tokens: Tokens, writer: Writer, account: Account) -> None:
+    """Write the rows of a batch and keep account of the others."""
+    for line, reason in tokens.refused:
+        account.refuse(reason, batch.name, line)
+    for line, note in tokens.notes:
+        account.note(note, batch.name, line)
+    account.chats += tokens.chats
+    account.with_system += tokens.with_system
+    if len(tokens.ids):
+        account.largest_id = max(account.largest_id, int(tokens.ids.max()))
+    first = 0
+    for i, length in enumerate(tokens.lengths):
+        ids = tokens.ids[first : first + length]
+        digest = hashlib.blake2b(ids.tobytes(), digest_size=8).digest()
+        writer.append(
+            ids,
+            tokens.marks[first : first + length],
+            line=tokens.lines[i],
+            file=batch.file,
+            source=batch.source,
+            text=int(tokens.text[i]),
+            ended=int(tokens.ended[i]),
+            digest=int(np.frombuffer(digest, "<u8")[0]),
+        )
+        first += length
 
 
 def _count(parts: Sequence[Part]) -> int | None:

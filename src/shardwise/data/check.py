@@ -13,7 +13,7 @@ from shardwise.data.preparation import prepare
 from shardwise.data.readers import Row, read_rows
 from shardwise.data.report import DataReport, Finding
 from shardwise.data.samples import Sample, samples
-from shardwise.data.tokenizer import load_tokenizer
+from shardwise.data.tokenizer import shared_tokenizer, tokenizer_folder
 from shardwise.errors import DataError
 from shardwise.recipe.schema import Data
 
@@ -83,7 +83,7 @@ def check(
         epochs=1,
         seed=seed,
     )
-    shown = samples(prepared.train, load_tokenizer(model, revision=revision), rows) if rows else ()
+    shown = samples(prepared.train, shared_tokenizer(tokenizer_folder(model, revision)), rows) if rows else ()
     return Check(prepared.report, order.steps, order.efficiency, shown)
 
 

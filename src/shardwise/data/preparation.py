@@ -7,23 +7,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from shardwise.data.batches import EncoderSpec
 from shardwise.data.build import Account, Part, Progress, Tally, build_store, digest_of, find_part
 from shardwise.data.report import DataReport, FileReport, Finding
 from shardwise.data.split import duplicates, overlap, split
 from shardwise.data.store import Rows, Store
 from shardwise.data.templates import chat_template as load_template
 from shardwise.data.templates import template_text
-from shardwise.data.tokenizer import Tokenizer, fingerprint, load_tokenizer, tokenizer_folder
+from shardwise.data.tokenizer import fingerprint, shared_tokenizer, tokenizer_folder
 from shardwise.data.view import View, choose_length, full_lengths, measure, view
 from shardwise.errors import DataError
 from shardwise.recipe.schema import Data, Source
-
-if TYPE_CHECKING:
-    from shardwise.data.encode import Encoder
 
 VERSION = 1  # of everything here that changes tokens; part of the cache key
 
@@ -69,23 +67,15 @@ def prepare(
     cache = (cache or default_cache()) / "data"
     given = template_text(None, chat_template) if chat_template else None
     key = [VERSION, fingerprint(folder), given, data.train_on, _today(folder, given)]
-    made: list[Encoder] = []
-
-    def encoder(parts: Sequence[Part]) -> "Encoder":
-        if not made:
-            made.append(
-                _encoder(load_tokenizer(folder, trust_remote_code=trust_remote_code), chat_template, data)
-            )
-        if made[0].template is None and any(p.format in ("messages", "sharegpt") for p in parts):
-            made[0] = _encoder(made[0].tokenizer, chat_template, data, needed=True)
-        return made[0]
 
     def stored(sources: Sequence[Source]) -> tuple[list[Part], Store, Account, str]:
         parts = [find_part(s.path, s.format) for s in sources]
         _refuse_preference(parts)
         text = json.dumps([*key, [(p.format, digest_of(p.files)) for p in parts]])
         name = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-        store, account = build_store(parts, cache / name, lambda: encoder(parts), progress)
+        chats = any(p.format in ("messages", "sharegpt") for p in parts) or chat_template is not None
+        spec = EncoderSpec(folder, chat_template, chats, data.train_on, trust_remote_code)
+        store, account = build_store(parts, cache / name, spec, progress)
         return parts, store, account, name
 
     parts, store, account, name = stored(data.train)
@@ -106,7 +96,7 @@ def prepare(
         train, validation = seen.rows, other.rows if len(other.rows) else None
         said = f"{len(other.rows):,} rows of {', '.join(p.path for p in held[0])}"
         views, accounts = [seen, other], [account, held[2]]
-    facts = _facts(cache / name, encoder, parts) if account.chats else {}
+    facts = _facts(cache / name, folder, chat_template, trust_remote_code) if account.chats else {}
     report = _report(
         [*parts, *(held[0] if held else [])],
         accounts,
@@ -129,13 +119,6 @@ def _today(folder: Path, given: str | None) -> str:
     return date.today().isoformat() if any("strftime_now" in text for text in texts) else ""
 
 
-def _encoder(tokenizer: Tokenizer, given: str | None, data: Data, needed: bool = False) -> "Encoder":
-    from shardwise.data.encode import Encoder
-
-    wanted = needed or given is not None
-    return Encoder(tokenizer, load_template(tokenizer, given) if wanted else None, data.train_on)
-
-
 def _refuse_preference(parts: Sequence[Part]) -> None:
     for part in parts:
         if part.format == "preference":
@@ -152,7 +135,7 @@ def _check_vocabulary(
     largest = max(a.largest_id for a in accounts)
     if vocabulary is None or largest < vocabulary:
         return
-    tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+    tokenizer = shared_tokenizer(folder, trust_remote_code)
     raise DataError(
         f"the data hold token {tokenizer.full.convert_ids_to_tokens(largest)!r} with id {largest}",
         f"the model's embedding has {vocabulary} rows, ids 0 to {vocabulary - 1}",
@@ -180,13 +163,13 @@ def _nothing_left(account: Account, seen: View, stored: int) -> DataError:
     return DataError(f"{what}: nothing is left to train on", "; ".join(reasons) + first, hint)
 
 
-def _facts(folder: Path, encoder: Any, parts: Sequence[Part]) -> dict[str, str]:
+def _facts(folder: Path, model: Path, given: str | None, trust_remote_code: bool) -> dict[str, str]:
     """What the template does with system turns; asked once, kept beside the store."""
     path = folder / "template.json"
     if path.exists():
         found: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
         return found
-    template = encoder(parts).template
+    template = load_template(shared_tokenizer(model, trust_remote_code), given)
     found = {
         "name": template.name,
         "system": template.system,

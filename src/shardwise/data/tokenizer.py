@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -232,6 +232,16 @@ def load_tokenizer(
             "convert it once with transformers and save it into the folder",
         )
     return Tokenizer(full, str(model))
+
+
+def shared_tokenizer(folder: Path, trust_remote_code: bool = False) -> Tokenizer:
+    """As `load_tokenizer`, once per process while the files stay the same. Not to be changed by its users."""
+    return _shared(str(folder), fingerprint(folder), trust_remote_code)
+
+
+@lru_cache(maxsize=2)
+def _shared(folder: str, _: str, trust_remote_code: bool) -> Tokenizer:
+    return load_tokenizer(folder, trust_remote_code=trust_remote_code)
 
 
 def fingerprint(folder: Path) -> str:
