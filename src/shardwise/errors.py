@@ -11,6 +11,7 @@ ShardwiseError                exit 1   something failed
   RunError                    exit 1   a run failed after it had started
     OutOfMemoryError
     CheckpointError
+      DiskFullError            exit 74  no room for a checkpoint; older ones are intact
     DivergedError                      NaN or infinity in the loss or the gradients
   Interrupted                 exit 75  stopped on request, state saved
 """
@@ -78,6 +79,10 @@ class OutOfMemoryError(RunError):
 
 class CheckpointError(RunError):
     pass
+
+
+class DiskFullError(CheckpointError):
+    exit_code = 74
 
 
 class DivergedError(RunError):

@@ -3,7 +3,7 @@
 import math
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -17,7 +17,7 @@ from shardwise.recipe.schedule import learning_rate
 from shardwise.recipe.schema import Recipe
 from shardwise.runs import RunFolder
 from shardwise.training.batches import pack
-from shardwise.training.checkpoint.save import save
+from shardwise.training.checkpoint.save import Saved, save
 from shardwise.training.engines.protocol import Engine
 from shardwise.training.meter import Meter, resident_bytes
 from shardwise.training.progress import Bar
@@ -50,6 +50,7 @@ class Job:
     order: Order
     meter: Meter
     stop: Stop
+    facts: Mapping[str, Any] = field(default_factory=dict)  # what made this run; saved with every checkpoint
 
 
 @dataclass(frozen=True)
@@ -127,10 +128,11 @@ def train(job: Job, start: int, bar: Bar) -> Totals:
             )
             bar.step(step + 1, mean, tokens / seconds, job.meter.peak.bytes)
         done = step + 1 == order.steps
+        held_out = None
         if evaluate_every and (step + 1) % evaluate_every == 0 and not done:
-            log_evaluation(job, step + 1, bar)
+            held_out = log_evaluation(job, step + 1, bar)
         if done or stop or (save_every and (step + 1) % save_every == 0):
-            checkpoint(job, step + 1)
+            checkpoint(job, step + 1, held_out)
         if stop and not done:
             raise Interrupted(
                 f"stopped after step {step + 1} of {order.steps} ({job.stop.asked or 'asked on another rank'})",
@@ -140,15 +142,21 @@ def train(job: Job, start: int, bar: Bar) -> Totals:
     return Totals(seconds, tokens, trained_tokens, first, mean)
 
 
-def checkpoint(job: Job, step: int) -> None:
-    """Save the state after `step` steps and say so."""
+def checkpoint(job: Job, step: int, evaluation_loss: float | None) -> Saved:
+    """Save the state after `step` steps and say so. `evaluation_loss`: held-out loss at this very step."""
     began = time.perf_counter()
-    path, size = save(
-        job.run, job.engine, step, {"engine": job.engine.facts()}, keep=job.recipe.checkpoint.keep
-    )
+    facts = {**job.facts, "evaluation_loss": evaluation_loss, "layout": job.engine.facts()}
+    saved = save(job.run, job.engine, step, facts, keep=job.recipe.checkpoint.keep)
     if job.engine.ranks.rank == 0:
-        took = time.perf_counter() - began
-        job.run.event("checkpoint", step=step, path=str(path), bytes=size, seconds=took)
+        job.run.event(
+            "checkpoint",
+            step=step,
+            path=str(saved.path),
+            bytes=saved.bytes,
+            seconds=time.perf_counter() - began,
+            removed=list(saved.removed),
+        )
+    return saved
 
 
 def evaluate(job: Job) -> tuple[float, int] | None:

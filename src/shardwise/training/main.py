@@ -19,7 +19,7 @@ from shardwise.recipe import Recipe, parse_recipe
 from shardwise.runs import RunFolder
 from shardwise.training import samples
 from shardwise.training.build import build_engine
-from shardwise.training.checkpoint.save import load
+from shardwise.training.checkpoint.load import load
 from shardwise.training.engines.protocol import Engine, Ranks
 from shardwise.training.export.write import export
 from shardwise.training.loop import Job, Stop, log_evaluation, train

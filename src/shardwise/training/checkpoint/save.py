@@ -1,120 +1,180 @@
-"""Save and load a run's state with torch.distributed.checkpoint.
+"""Write a run's state: every rank its own file, published together or not at all.
 
-A checkpoint is complete when its folder has its final name and holds the marker: the marker is written last, and
-everything is on disk before the rename. `state.json` holds what is not a tensor: the step and what made it.
+Safetensors with an index of our own rather than torch.distributed.checkpoint: its `.metadata` is a pickle, so
+that reading a checkpoint made by somebody else runs their code; it writes over what is there; and nothing
+checks its content. Here the format holds no code, and each file's SHA-256 is known before it is published.
 """
 
+import errno
 import json
-import os
 import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, DiskFullError, DivergedError
 from shardwise.runs import RunFolder
+from shardwise.runs.checkpoints import INDEX, STATE, WRITING, flush, prune, publish, sha256
+from shardwise.training.checkpoint.pieces import flatten, index_of, share
 from shardwise.training.engines.protocol import Engine
+from shardwise.units import format_bytes
 
-MARKER = "complete"
+RANDOM = "random|"  # keys of random states in a rank's file
 
 
-def save(run: RunFolder, engine: Engine, step: int, facts: dict[str, Any], keep: int) -> tuple[Path, int]:
-    """Write checkpoints/step-N (collective). Returns its folder and size in bytes on disk.
+@dataclass(frozen=True)
+class Saved:
+    """A published checkpoint, its size on disk over all ranks, and the steps whose checkpoints made room."""
 
-    Raises CheckpointError when it cannot be written; older checkpoints are untouched then.
+    path: Path
+    bytes: int
+    removed: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Note:
+    """What one rank tells the others between two parts of a save."""
+
+    problem: str = ""
+    full: bool = False
+    non_finite: bool = False
+    bytes: int = 0
+    digest: str = ""
+    boxes: Any = None
+    removed: tuple[int, ...] = ()
+
+
+def save(run: RunFolder, engine: Engine, step: int, facts: Mapping[str, Any], keep: int) -> Saved:
+    """Write checkpoints/step-N (collective). `facts` is what state.json holds beside the step.
+
+    Raises DiskFullError or CheckpointError when it cannot be written, and DivergedError when the state holds
+    NaN or infinity, on all ranks alike; older checkpoints are untouched then.
     """
     final = run.checkpoint_path(step)
-    work = final.with_name(final.name + ".writing")
-    lead = engine.ranks.rank == 0
+    work = final.with_name(final.name + WRITING)
+    rank, world = engine.ranks.rank, engine.ranks.world_size
+    lead = rank == 0
+    flat = flatten(engine.state())
+    mine = share(flat, rank, world)
+    tensors = {key: local for key, (_, local) in mine.items()}
+    size = sum(t.numel() * t.element_size() for t in tensors.values())
+    bad = next((k for k, t in tensors.items() if t.is_floating_point() and not _finite(t)), "")
+    notes = _exchange(engine, _Note(bytes=size, problem=bad, non_finite=bool(bad)))
+    _raise(notes, final, step)
+    total = sum(n.bytes for n in notes)
+
+    _raise(_exchange(engine, _prepare(work, total) if lead else _Note()), final, step)
+    file = f"rank-{rank}.safetensors"
+    note = _write(work / file, {**tensors, **_random_states()})
+    boxes = {k: {"offset": list(b.offset), "shape": list(b.shape)} for k, (b, _) in mine.items()}
+    notes = _exchange(engine, _Note(**{**note.__dict__, "boxes": boxes}))
+    if lead and any(n.problem for n in notes):
+        shutil.rmtree(work, ignore_errors=True)
+    _raise(notes, final, step)
+
+    if lead:
+        index = index_of([(f"rank-{r}.safetensors", n.boxes) for r, n in enumerate(notes)], flat)
+        digests = {f"rank-{r}.safetensors": n.digest for r, n in enumerate(notes)}
+        note = _publish(run, work, final, index, {"step": step, "world_size": world, **facts}, digests, keep)
+    notes = _exchange(engine, note if lead else _Note())
+    _raise(notes, final, step)
+    return Saved(final, total, notes[0].removed)
+
+
+def _prepare(work: Path, needed_bytes: int) -> _Note:
+    """An empty folder on a disk with room for what is to come."""
     try:
-        if lead:
-            shutil.rmtree(work, ignore_errors=True)
-            work.mkdir(parents=True)
-        _barrier(engine)
-        dcp.save(_flat(engine.state()), checkpoint_id=str(work), no_dist=engine.ranks.world_size == 1)
-        torch.save(torch.get_rng_state(), work / f"random-{engine.ranks.rank}.pt")
-        _barrier(engine)
-        if lead:
-            (work / "state.json").write_text(json.dumps({"step": step, **facts}, indent=1))
-            for file in work.iterdir():
-                _sync(file)
-            (work / MARKER).write_text("")
-            _sync(work / MARKER)
-            if final.exists():
-                shutil.rmtree(final)
-            work.rename(final)
-            _sync(final.parent)
-            for old in run.checkpoints()[:-keep]:
-                shutil.rmtree(old.path)
-    except (OSError, dcp.api.CheckpointException) as problem:
-        if lead:
-            shutil.rmtree(work, ignore_errors=True)
-        raise CheckpointError(
-            f"checkpoint of step {step} could not be written to {final}",
-            str(problem).splitlines()[0] if str(problem) else type(problem).__name__,
-            "free some space, then continue with --resume; older checkpoints are intact",
-        ) from None
-    _barrier(engine)
-    return final, sum(f.stat().st_size for f in final.iterdir())
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        free = shutil.disk_usage(work).free
+        if free < needed_bytes:
+            work.rmdir()
+            text = f"it needs {format_bytes(needed_bytes)}, {format_bytes(free)} are free"
+            return _Note(problem=text, full=True)
+    except OSError as problem:
+        return _note_of(problem)
+    return _Note()
 
 
-def load(folder: Path, engine: Engine) -> dict[str, Any]:
-    """Fill the engine from a checkpoint (collective). Returns the content of state.json."""
-    if not (folder / MARKER).is_file():
-        raise CheckpointError(
-            f"checkpoint {folder} is incomplete", "it has no marker file", "resume from an older one"
+def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> _Note:
+    """One rank's file, on the disk, with its checksum."""
+    try:
+        save_file({key: t.detach().contiguous() for key, t in tensors.items()}, path)
+        flush(path)
+        return _Note(bytes=path.stat().st_size, digest=sha256(path))
+    except (OSError, SafetensorError) as problem:
+        return _note_of(problem)
+
+
+def _publish(
+    run: RunFolder,
+    work: Path,
+    final: Path,
+    index: Mapping[str, Any],
+    state: Mapping[str, Any],
+    digests: Mapping[str, str],
+    keep: int,
+) -> _Note:
+    try:
+        (work / INDEX).write_text(json.dumps(index))
+        (work / STATE).write_text(json.dumps(state, indent=1))
+        publish(work, final, digests)
+    except OSError as problem:
+        shutil.rmtree(work, ignore_errors=True)
+        return _note_of(problem)
+    try:
+        return _Note(removed=tuple(prune(run, keep)))
+    except OSError as problem:
+        return _note_of(problem)
+
+
+def _random_states() -> dict[str, torch.Tensor]:
+    states = {f"{RANDOM}cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states[f"{RANDOM}cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all())
+
+
+def _note_of(problem: Exception) -> _Note:
+    text = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
+    code = getattr(problem, "errno", None)
+    return _Note(text, full=code in (errno.ENOSPC, errno.EDQUOT) or "No space left" in text)
+
+
+def _exchange(engine: Engine, note: _Note) -> list[_Note]:
+    """Every rank's note on every rank: they go on together or fail together."""
+    if engine.ranks.world_size == 1:
+        return [note]
+    notes: list[Any] = [None] * engine.ranks.world_size
+    dist.all_gather_object(notes, note)
+    return notes
+
+
+def _raise(notes: list[_Note], final: Path, step: int) -> None:
+    rank, note = next(((r, n) for r, n in enumerate(notes) if n.problem), (0, None))
+    if note is None:
+        return
+    if note.non_finite:
+        raise DivergedError(
+            f"after step {step}, {note.problem.replace('|', ' ')} holds NaN or infinity (rank {rank})",
+            "it was not saved; older checkpoints are intact",
+            "lower optimizer.learning_rate and resume from the last checkpoint",
         )
-    state = engine.state()
-    flat = _flat(state)
-    try:
-        dcp.load(flat, checkpoint_id=str(folder), no_dist=engine.ranks.world_size == 1)
-    except (OSError, KeyError, dcp.api.CheckpointException) as problem:
-        raise CheckpointError(
-            f"checkpoint {folder} cannot be read",
-            str(problem).splitlines()[0] if str(problem) else type(problem).__name__,
-            "it was written by another recipe or is damaged; delete it to resume from an older one",
-        ) from None
-    engine.load_state(_nested(flat))
-    random = folder / f"random-{engine.ranks.rank}.pt"
-    if random.is_file():
-        torch.set_rng_state(torch.load(random, weights_only=True))
-    facts: dict[str, Any] = json.loads((folder / "state.json").read_text())
-    return facts
-
-
-# Parameter names contain dots, so the levels are joined by a character that names do not have.
-_JOIN = "|"
-
-
-def _flat(state: dict[str, Any]) -> dict[str, Any]:
-    flat = {f"weights{_JOIN}{name}": value for name, value in state["weights"].items()}
-    for name, entries in state["optimizer"].items():
-        flat.update({f"optimizer{_JOIN}{name}{_JOIN}{key}": value for key, value in entries.items()})
-    return flat
-
-
-def _nested(flat: dict[str, Any]) -> dict[str, Any]:
-    state: dict[str, Any] = {"weights": {}, "optimizer": {}}
-    for key, value in flat.items():
-        kind, name, *entry = key.split(_JOIN)
-        if kind == "weights":
-            state["weights"][name] = value
-        else:
-            state["optimizer"].setdefault(name, {})[entry[0]] = value
-    return state
-
-
-def _barrier(engine: Engine) -> None:
-    if engine.ranks.world_size > 1:
-        dist.barrier()
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    kind = DiskFullError if note.full else CheckpointError
+    raise kind(
+        f"checkpoint of step {step} could not be written to {final}"
+        + (": the disk is full" if note.full else ""),
+        f"{note.problem} (rank {rank})",
+        "make room there; older checkpoints are intact: continue with shardwise train --resume "
+        + str(final.parent.parent),
+    )
