@@ -20,6 +20,11 @@ class Case:
     lora: dict[str, Any] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
+    real: bool = False  # SmolLM2-135M instead of a tiny Llama, two steps instead of 20
+
+    @property
+    def steps(self) -> int:
+        return 2 if self.real else STEPS
 
     @property
     def sections(self) -> dict[str, Any]:
@@ -34,7 +39,7 @@ class Case:
 
     @property
     def model_key(self) -> str:
-        return "tied" if self.tied else "untied"
+        return "smollm2" if self.real else "tied" if self.tied else "untied"
 
     @property
     def reference_key(self) -> str:
@@ -70,6 +75,7 @@ CASES = {
         _ddp("ddp-qlora", method="qlora"),
         _ddp("ddp-full-checkpointing", training={"activation_checkpointing": "full", "loss": "full"}),
         # Newton-Schulz runs in bf16: rounding differences of the sum over ranks grow a thousandfold in it.
+        _ddp("ddp-lora-smollm2", method="lora", real=True),
         _ddp("ddp-full-muon", optimizer={"name": "muon"}, loss=1e-4, weights=1e-3),
     ),
     "fsdp2": (
@@ -83,6 +89,7 @@ CASES = {
         _fsdp2("fsdp2-lora", method="lora"),
         _fsdp2("fsdp2-lora-rslora-bf16", method="lora", lora={"rslora": True}, **BF16),
         _fsdp2("fsdp2-qlora", method="qlora"),
+        _fsdp2("fsdp2-lora-smollm2", method="lora", real=True),
         _fsdp2("fsdp2-lora-dora", method="lora", lora={"dora": True}),
     ),
     "deepspeed": (
@@ -98,6 +105,7 @@ CASES = {
         _zero("zero2-lora", {"zero_stage": 2}, method="lora"),
         _zero("zero3-lora", SPLIT, method="lora"),
         _zero("zero2-qlora", {"zero_stage": 2}, method="qlora"),
+        _zero("zero3-lora-smollm2", {"zero_stage": 3}, method="lora", real=True),
         _zero("zero3-lora-dora", SPLIT, method="lora", lora={"dora": True}),
     ),
 }

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import toy
-from cases import CASES, STEPS, Case
+from cases import CASES, Case
 from transformers import AutoModelForCausalLM
 
 from shardwise.runs import RunFolder
@@ -45,20 +45,20 @@ def reference(case: Case, folder: Path) -> dict[str, Any]:
     assert isinstance(engine, SingleEngine)
     start = toy.weights(engine)
     before = toy.evaluate(engine)
-    trace = toy.train(engine, range(STEPS), RATE, NORM)
+    trace = toy.train(engine, range(case.steps), RATE, NORM)
     return {
         "trace": trace,
         "start": start,
         "before": before,
         "after": toy.evaluate(engine),
         "weights": toy.weights(engine),
-        "short": toy.train_step(engine, toy.micro_batches(STEPS, 1, 0)[:2], RATE, NORM),
+        "short": toy.train_step(engine, toy.micro_batches(case.steps, 1, 0)[:2], RATE, NORM),
         "bytes": toy.held_bytes(engine),
     }
 
 
 def run_case(case: Case, root: Path, ranks: Ranks, references: dict[str, Any]) -> dict[str, Any]:
-    model = root / f"model-{case.model_key}"
+    model = Path(os.environ["SMOLLM2"]) if case.real else root / f"model-{case.model_key}"
     if ranks.rank == 0 and not model.exists():
         toy.make_model(model, tied=case.tied)
     dist.barrier()
@@ -71,7 +71,7 @@ def run_case(case: Case, root: Path, ranks: Ranks, references: dict[str, Any]) -
     watch = checks.watch_gradients(engine)
     trace = toy.train(engine, range(2), RATE, NORM)
     found["without_gradient"] = watch.finish()
-    rest = toy.train(engine, range(2, STEPS), RATE, NORM)
+    rest = toy.train(engine, range(2, case.steps), RATE, NORM)
     trace.losses += rest.losses
     trace.norms += rest.norms
     found |= {"trace": trace, "after": toy.evaluate(engine), "weights": toy.weights(engine)}
@@ -79,10 +79,10 @@ def run_case(case: Case, root: Path, ranks: Ranks, references: dict[str, Any]) -
     found["mismatches"] = checks.compare_facts(engine.facts(), toy.recipe(**case.sections), ranks.world_size)
     found["bytes"] = toy.held_bytes(engine)
     run = RunFolder(root / case.name)
-    path = save(run, engine, STEPS, {}, keep=1).path
+    path = save(run, engine, case.steps, {}, keep=1).path
     target = export(run, engine, ModelFolder(model, toy.recipe(**case.sections)))
     found["short"] = toy.train_step(
-        engine, toy.micro_batches(STEPS, ranks.world_size, ranks.rank)[:1], RATE, NORM
+        engine, toy.micro_batches(case.steps, ranks.world_size, ranks.rank)[:1], RATE, NORM
     )
     with engine.gathered(), torch.no_grad():
         engine.module.eval()
@@ -93,7 +93,7 @@ def run_case(case: Case, root: Path, ranks: Ranks, references: dict[str, Any]) -
     load(path, again)
     found["reloaded"] = toy.evaluate(again)
     found["short_again"] = toy.train_step(
-        again, toy.micro_batches(STEPS, ranks.world_size, ranks.rank)[:1], RATE, NORM
+        again, toy.micro_batches(case.steps, ranks.world_size, ranks.rank)[:1], RATE, NORM
     )
     again.close()
     if ranks.rank != 0:
@@ -165,7 +165,8 @@ def main(engine: str, root: Path) -> None:
     ranks = Ranks(*(int(os.environ[k]) for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
     dist.init_process_group("gloo")
     results, references = {}, {}  # type: ignore[var-annotated]
-    for case in CASES[engine]:
+    only = os.environ.get("ONLY", "")
+    for case in (c for c in CASES[engine] if only in c.name):
         try:
             results[case.name] = run_case(case, root, ranks, references)
         except Exception:
