@@ -164,7 +164,14 @@ class Evaluation(Section):
 
 class Checkpoint(Section):
     every_steps: NonNegativeInt | Auto = _help("save every so many steps; 0: only at the end", AUTO)
-    keep: PositiveInt = _help("how many checkpoints stay on disk", 2)
+    keep: PositiveInt = _help("how many of the latest checkpoints stay on disk; the best one always does", 2)
+    restarts: NonNegativeInt = _help(
+        "how often in a row a run goes on by itself after a rank was killed or hung; a new checkpoint counts anew",
+        3,
+    )
+    hang_seconds: PositiveFloat = _help(
+        "a rank without progress for so long, and for three median steps, counts as hung", 10.0
+    )
 
 
 class Run(Section):
@@ -222,7 +229,7 @@ class Launch(Section):
         "names of variables to hand on, never their values", (), strict=False
     )
     setup: tuple[str, ...] = _help("shell lines every node runs first, such as module load", (), strict=False)
-    python: str | None = _help("Python on the nodes; null: this one on Slurm, else python", None)
+    python: str | None = _help("Python on the nodes; null: this one (slurm, torchrun, ray), or python", None)
     slurm: Slurm = _help("read with --on slurm", Slurm())
     kubernetes: Kubernetes = _help("read with --on kubernetes", Kubernetes())
     ray: Ray = _help("read with --on ray", Ray())

@@ -3,7 +3,7 @@
 import math
 import signal
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -21,11 +21,12 @@ from shardwise.training.checkpoint.save import Saved, save
 from shardwise.training.engines.protocol import Engine
 from shardwise.training.meter import Meter, resident_bytes
 from shardwise.training.progress import Bar
+from shardwise.training.watch import EVALUATION_SECONDS, SAVE_SECONDS, Watch
 
 
 @dataclass
 class Stop:
-    """Set by SIGINT or SIGTERM; the loop looks at it once per step, all ranks together."""
+    """Set by SIGINT, SIGTERM or SIGUSR1 (Slurm's warning); the loop looks once per step, all ranks together."""
 
     asked: str = ""
     _previous: dict[int, Any] = field(default_factory=dict)
@@ -34,7 +35,7 @@ class Stop:
         def on_signal(number: int, _: FrameType | None) -> None:
             self.asked = signal.Signals(number).name
 
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             self._previous[number] = signal.signal(number, on_signal)
 
 
@@ -51,6 +52,7 @@ class Job:
     meter: Meter
     stop: Stop
     facts: Mapping[str, Any] = field(default_factory=dict)  # what made this run; saved with every checkpoint
+    watch: Watch = field(default_factory=Watch)
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class Totals:
     trained_tokens: int
     loss_first: float | None
     loss_last: float | None
+    evaluation: float | None = None  # held-out loss after the last step, where there are held-out rows
 
 
 def train(job: Job, start: int, bar: Bar) -> Totals:
@@ -80,29 +83,38 @@ def train(job: Job, start: int, bar: Bar) -> Totals:
     seconds, tokens, trained_tokens = 0.0, 0, 0
     first: float | None = None
     mean: float | None = None
+    held_out: float | None = None
 
     for step in range(start, order.steps):
         began = time.perf_counter()
         rate = learning_rate(recipe.schedule, peak_rate, step, order.steps)
         step_trained = order.trained_tokens(step)  # of all ranks: the order is the same everywhere
         shares = order.micro_batches(step, engine.ranks.rank, engine.ranks.world_size, micro_batch_size)
+        job.watch.beat(step + 1, "rows")
         batches = [pack(job.train, bins) for bins in shares]
+        losses: list[torch.Tensor] = []
         total = torch.zeros((), dtype=torch.float32, device=engine.device)
         with job.meter.step(max(b.tokens for b in batches)):
             for i, batch in enumerate(batches):
                 job.meter.phase("forward")
+                job.watch.beat(step + 1, "forward")
                 loss = engine.forward(batch.to(engine.device))
-                total += loss.detach()
+                losses.append(loss.detach())
+                total += losses[-1]
                 job.meter.phase("backward")
+                job.watch.beat(step + 1, "backward")
                 engine.backward(loss, 1.0 / step_trained, last=i == len(batches) - 1)
                 del loss
+            job.watch.beat(step + 1, "loss of all")
             total, stop = _agree(engine, total, bool(job.stop.asked))
             mean = total / step_trained
-            _check_finite(job, step, mean, "loss", batches)
+            _check_finite(job, step, mean, "loss", losses, shares)
             job.meter.phase("step")
+            job.watch.beat(step + 1, "update")
             norm = engine.step(rate, recipe.optimizer.max_grad_norm)
-        _check_finite(job, step, norm, "gradient norm", batches)
+        _check_finite(job, step, norm, "gradient norm", losses, shares)
         elapsed = time.perf_counter() - began
+        job.watch.step_took(elapsed)
         step_tokens = order.tokens(step)
         seconds, tokens, trained_tokens = (
             seconds + elapsed,
@@ -129,7 +141,7 @@ def train(job: Job, start: int, bar: Bar) -> Totals:
             bar.step(step + 1, mean, tokens / seconds, job.meter.peak.bytes)
         done = step + 1 == order.steps
         held_out = None
-        if evaluate_every and (step + 1) % evaluate_every == 0 and not done:
+        if done or (evaluate_every and (step + 1) % evaluate_every == 0):
             held_out = log_evaluation(job, step + 1, bar)
         if done or stop or (save_every and (step + 1) % save_every == 0):
             checkpoint(job, step + 1, held_out)
@@ -139,12 +151,13 @@ def train(job: Job, start: int, bar: Bar) -> Totals:
                 "a stop was asked for; the state was saved first",
                 f"continue with: shardwise train --resume {run.path}",
             )
-    return Totals(seconds, tokens, trained_tokens, first, mean)
+    return Totals(seconds, tokens, trained_tokens, first, mean, held_out)
 
 
 def checkpoint(job: Job, step: int, evaluation_loss: float | None) -> Saved:
     """Save the state after `step` steps and say so. `evaluation_loss`: held-out loss at this very step."""
     began = time.perf_counter()
+    job.watch.beat(step, "saving", SAVE_SECONDS)
     facts = {**job.facts, "evaluation_loss": evaluation_loss, "layout": job.engine.facts()}
     saved = save(job.run, job.engine, step, facts, keep=job.recipe.checkpoint.keep)
     if job.engine.ranks.rank == 0:
@@ -187,6 +200,7 @@ def evaluate(job: Job) -> tuple[float, int] | None:
 def log_evaluation(job: Job, step: int, bar: Bar) -> float | None:
     """Evaluate, record and show it. Returns the loss."""
     job.meter.phase("evaluation")
+    job.watch.beat(step, "evaluation", EVALUATION_SECONDS)
     result = evaluate(job)
     if result is None:
         return None
@@ -221,14 +235,33 @@ def _agree(engine: Engine, total: torch.Tensor, stop: bool) -> tuple[float, bool
     return float(both[0]), bool(both[1] > 0)
 
 
-def _check_finite(job: Job, step: int, value: float, what: str, batches: Any) -> None:
+def _check_finite(
+    job: Job,
+    step: int,
+    value: float,
+    what: str,
+    losses: Sequence[torch.Tensor],
+    shares: Sequence[Sequence[Sequence[int]]],
+) -> None:
+    """Raise DivergedError naming ranks and rows. `value` is the same on all ranks, so all come here together."""
     if math.isfinite(value):
         return
-    bins = job.order.step(step)
-    rows = [i for bin_ in bins for i in bin_][:4]
-    places = ", ".join(":".join(map(str, job.train.source(i))) for i in rows)
+    bad = [i for i, loss in enumerate(losses) if not math.isfinite(float(loss))]
+    mine = [row for i in bad for bin_ in shares[i] for row in bin_]
+    found: list[Any] = [mine]
+    if job.engine.ranks.world_size > 1:
+        found = [None] * job.engine.ranks.world_size
+        dist.all_gather_object(found, mine)
+    told = [f"rank {rank}, rows {_places(job, rows)}" for rank, rows in enumerate(found) if rows]
+    if not told:  # the losses are finite, their gradients are not
+        told = [f"all ranks, rows {_places(job, [i for bin_ in job.order.step(step) for i in bin_])}"]
     raise DivergedError(
-        f"step {step + 1}: {what} is {value}",
-        f"no update was made; the step's rows begin with {places}",
-        "lower optimizer.learning_rate, or resume from the last checkpoint with other rows",
+        f"step {step + 1}: {what} is {value} ({'; '.join(told)})",
+        "no update was made and nothing was saved: the last checkpoint is from before",
+        "look at these rows, lower optimizer.learning_rate, or take a smaller optimizer.max_grad_norm",
     )
+
+
+def _places(job: Job, rows: Sequence[int]) -> str:
+    named = [":".join(map(str, job.train.source(i))) for i in rows[:4]]
+    return ", ".join(named) + (f" and {len(rows) - 4} more" if len(rows) > 4 else "")

@@ -1,11 +1,10 @@
 """One rank of a run: `python -m shardwise.training.main RUN_FOLDER [--resume]`. Started by shardwise.launch."""
 
 import os
-import platform
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,15 @@ import torch
 import torch.distributed as dist
 
 from shardwise.data import Prepared, load_tokenizer, make_order, prepare
-from shardwise.errors import CheckpointError, DivergedError, Interrupted, RunError, ShardwiseError
+from shardwise.data.identity import rows_digest
+from shardwise.errors import DivergedError, Interrupted, RunError, ShardwiseError
 from shardwise.errors import OutOfMemoryError as DeviceMemoryError
+from shardwise.facts.versions import installed_versions
+from shardwise.facts.weights import weights_digest
 from shardwise.recipe import Recipe, parse_recipe
 from shardwise.runs import RunFolder
+from shardwise.runs.changes import check, compare, facts
+from shardwise.runs.checkpoints import Skipped, chosen, facts_of
 from shardwise.training import samples
 from shardwise.training.build import build_engine
 from shardwise.training.checkpoint.load import load
@@ -26,8 +30,7 @@ from shardwise.training.loop import Job, Stop, log_evaluation, train
 from shardwise.training.meter import Meter, peak_resident_bytes
 from shardwise.training.model import ModelFolder
 from shardwise.training.progress import Bar
-
-PACKAGES = ("shardwise", "torch", "transformers", "peft", "deepspeed", "bitsandbytes")
+from shardwise.training.watch import SAVE_SECONDS, Watch
 
 
 def main(arguments: list[str]) -> int:
@@ -64,6 +67,7 @@ def rank_main(run: RunFolder, ranks: Ranks, stop: Stop, resume: bool) -> None:
     """Everything one rank does, in order."""
     began = time.perf_counter()
     recipe = parse_recipe(run.recipe_text(), str(run.recipe_path))
+    watch = Watch(run.logs_path, ranks.rank, recipe.checkpoint.hang_seconds)
     device = _device(recipe, ranks)
     torch.manual_seed(recipe.training.seed)
     folder = ModelFolder(Path(recipe.model.source), recipe)
@@ -89,8 +93,15 @@ def rank_main(run: RunFolder, ranks: Ranks, stop: Stop, resume: bool) -> None:
         recipe, folder, device, ranks, len(order.micro_batches(0, 0, ranks.world_size, micro))
     )
     meter = Meter(engine)
-    job = Job(run, recipe, engine, prepared.train, prepared.validation, order, meter, stop)
-    start = _resume(run, engine) if resume else 0
+    made_by = facts(
+        recipe.model_dump(mode="json"),
+        rows_digest(prepared.train),
+        rows_digest(prepared.validation),
+        weights_digest(folder.path),
+        installed_versions(),
+    )
+    job = Job(run, recipe, engine, prepared.train, prepared.validation, order, meter, stop, made_by, watch)
+    start = _resume(run, engine, made_by) if resume else 0
     lead = ranks.rank == 0
     bar = Bar(order.steps, start, shown=lead)
     tokenizer = load_tokenizer(folder.path)
@@ -99,9 +110,11 @@ def rank_main(run: RunFolder, ranks: Ranks, stop: Stop, resume: bool) -> None:
         if lead:
             run.event("start", steps=order.steps, world_size=ranks.world_size, device=_device_name(device))
         before = log_evaluation(job, start, bar) if not start else None
+        watch.beat(start, "samples", SAVE_SECONDS)
         _sample(job, tokenizer, prompts, start, bar)
         totals = train(job, start, bar)
-        after = log_evaluation(job, order.steps, bar)
+        after = totals.evaluation if start < order.steps else log_evaluation(job, order.steps, bar)
+        watch.beat(order.steps, "export", SAVE_SECONDS)
         _sample(job, tokenizer, prompts, order.steps, bar)
         target = export(run, engine, folder)
     finally:
@@ -134,23 +147,12 @@ def rank_main(run: RunFolder, ranks: Ranks, stop: Stop, resume: bool) -> None:
             "evaluation_after": after,
             "measured": measured,
             "samples": _pairs(run),
-            "versions": versions(),
+            "versions": installed_versions(),
             "device": _device_name(device),
             "paths": {"result": str(target), "checkpoints": str(run.checkpoints_path)},
             "engine": engine.facts(),
         }
     )
-
-
-def versions() -> dict[str, str]:
-    """Python and the packages that decide numbers, as installed."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def _device(recipe: Recipe, ranks: Ranks) -> torch.device:
@@ -180,21 +182,39 @@ def _prepared(recipe: Recipe, folder: ModelFolder) -> Prepared:
     )
 
 
-def _resume(run: RunFolder, engine: Engine) -> int:
-    """Load the newest checkpoint. Returns the number of steps done."""
-    found = run.checkpoints()
-    if not found:
-        raise CheckpointError(
-            f"{run.path} has no complete checkpoint",
-            "there is nothing to resume from",
-            "start the recipe anew",
-        )
-    newest = found[-1]
-    load(newest.path, engine)
+def _resume(run: RunFolder, engine: Engine, now: Mapping[str, Any]) -> int:
+    """Load the newest good checkpoint. Returns the number of steps done.
+
+    A launcher that has verified it and compared `now` with it says so in SHARDWISE_RESUME_STEP; without one
+    (torchrun, Slurm) rank 0 does both here, before the others begin to read.
+    """
+    step = os.environ.get("SHARDWISE_RESUME_STEP")
+    found: list[Any] = [None]
+    if step is not None:
+        found = [int(step)]
+    elif engine.ranks.rank == 0:
+        try:
+            checkpoint, skipped = chosen(run)
+            check(compare(facts_of(checkpoint.path), now), (), checkpoint.step)
+            _tell(skipped)
+            found = [checkpoint.step]
+        except ShardwiseError as problem:
+            found = [problem]
+    if step is None and engine.ranks.world_size > 1:
+        dist.broadcast_object_list(found, src=0)
+    if isinstance(found[0], ShardwiseError):
+        raise found[0]
+    path = run.checkpoint_path(found[0])
+    load(path, engine)
     if engine.ranks.rank == 0:
-        run.event("resume", step=newest.step, path=str(newest.path))
-        print(f"resumed from {newest.path} after step {newest.step}", file=sys.stderr, flush=True)
-    return newest.step
+        run.event("resume", step=found[0], path=str(path))
+        print(f"resumed from {path} after step {found[0]}", file=sys.stderr, flush=True)
+    return int(found[0])
+
+
+def _tell(skipped: Sequence[Skipped]) -> None:
+    for one in skipped:
+        print(f"warning: {one.path.name} is not used: {one.reason}", file=sys.stderr, flush=True)
 
 
 def _sample(job: Job, tokenizer: Any, prompts: list[samples.Prompt], step: int, bar: Bar) -> None:
