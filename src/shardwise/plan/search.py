@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from math import log
 from typing import Any
 
@@ -153,10 +154,42 @@ def catalogue_offers(question: Question) -> Iterator[Offer]:
             yield Offer(gpu, count, min(count, gpu.gpus_per_node))
 
 
+class _Search:
+    """One method on one offer, as a cache key: equal when no stack and no estimate can differ.
+
+    Prices, wishes, epochs and the amount of data (but for the batch it asks for) do not matter here, so that
+    changing them searches nothing again.
+    """
+
+    __slots__ = ("method", "offer", "question", "values")
+
+    def __init__(self, question: Question, method: str, offer: Offer) -> None:
+        self.question, self.method, self.offer = question, method, offer
+        q = question
+        self.values = (
+            id(q.shape), id(offer.gpu), offer.count, offer.gpus_per_node, method,
+            global_batch(q, method, offer), q.sequence_length, q.lora_rank, q.lora_targets, q.master_weights,
+            q.micro_batch_size, q.activation_checkpointing,
+        )  # fmt: skip
+
+    def __hash__(self) -> int:
+        return hash(self.values)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Search) and other.values == self.values
+
+
 def _best_of(
     question: Question, method: str, offer: Offer
 ) -> tuple[list[Option], dict[str, tuple[int, Stack]], int]:
     """The fastest fitting stack of every engine; the smallest need of every engine; how many were tried."""
+    plans, smallest, tried = _search(_Search(question, method, offer))
+    return [_option(question, plan) for plan in plans], smallest, tried
+
+
+@lru_cache(maxsize=4096)
+def _search(asked: _Search) -> tuple[tuple[Plan, ...], dict[str, tuple[int, Stack]], int]:
+    question, method, offer = asked.question, asked.method, asked.offer
     best: dict[str, Plan] = {}
     smallest: dict[str, tuple[int, Stack]] = {}
     key, capacity, tried = ById(question.shape), offer.gpu.usable_bytes, 0
@@ -180,7 +213,7 @@ def _best_of(
         other = best.get(engine)
         if other is None or _better(plan, other):
             best[engine] = plan
-    return [_option(question, plan) for plan in best.values()], smallest, tried
+    return tuple(best.values()), smallest, tried
 
 
 def _better(plan: Plan, other: Plan) -> bool:
