@@ -131,6 +131,7 @@ def encode_batches(
         while waiting:
             first, future = waiting.popleft()
             yield first, future.result()
+        pool.shutdown()
     except BrokenProcessPool:
         raise RunError(
             "a process that tokenizes rows died",

@@ -57,7 +57,10 @@ def facts(check: Check) -> list[tuple[str, str]]:
         ),
         ("sequence", f"sequence_length {report.sequence_length:,}: {report.sequence_length_why}"),
         ("cut", f"{report.truncated:,} rows lose their end ({_percent(report.truncated, lengths.rows)})"),
-        ("packing", f"{check.sequences:,} sequences in an epoch, {check.efficiency:.1%} full"),
+        (
+            "packing",
+            f"{check.sequences:,} sequence{'s' * (check.sequences != 1)} an epoch, {check.efficiency:.1%} full",
+        ),
     ]
     if report.rows_train > report.documents:
         out.append(
