@@ -13,12 +13,18 @@ COMMANDS = {
     "demo": ("shardwise.cli.demo", "demo", "A real fine-tuning run on this machine, start to end."),
     "plan": ("shardwise.cli.plan", "plan", "What fits, what it takes, which stack."),
     "train": ("shardwise.cli.train", "train", "Run a recipe."),
+    "launch": ("shardwise.cli.launch", "launch", "Run a recipe on several machines, by their scheduler."),
+    "status": ("shardwise.cli.launch", "status", "Launched runs: state and progress."),
+    "logs": ("shardwise.cli.launch", "logs", "Logs of a launched run."),
+    "cancel": ("shardwise.cli.launch", "cancel", "Ask a launched run to save and stop."),
     "runs": ("shardwise.cli.runs", "runs", "List runs."),
     "show": ("shardwise.cli.runs", "show", "Show one run: estimate against measurement."),
+    "web": ("shardwise.cli.web", "web", "The same on a local page: plan, look at data, watch and compare runs."),
     "chat": ("shardwise.cli.chat", "chat", "Talk to a trained model."),
     "data": ("shardwise.cli.data", "data", "Check a data set before training on it."),
     "recipe": ("shardwise.cli.recipe", "recipe", "Every key of a recipe, or its JSON Schema."),
     "accuracy": ("shardwise.cli.accuracy", "accuracy", "Score the estimates against measured runs."),
+    "calibrate": ("shardwise.cli.calibrate", "calibrate", "Measure this machine, for sharper plans."),
     "doctor": ("shardwise.cli.doctor", "doctor", "What can and cannot run on this machine, and why."),
 }
 

@@ -1,0 +1,261 @@
+"""`shardwise launch`, `status`, `logs` and `cancel`: a recipe on machines that other schedulers run."""
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from shardwise.launch.submission import Submission
+    from shardwise.recipe import Recipe
+
+PLACES = ("local", "torchrun", "slurm", "kubernetes", "ray", "skypilot")
+POLL_SECONDS = 2.0
+FOLDER = click.option(
+    "--folder", default="runs", show_default=True, type=click.Path(path_type=Path), help="Where runs are."
+)
+
+
+@click.command()
+@click.argument("recipe_path", metavar="RECIPE.yaml", type=click.Path(path_type=Path))
+@click.option(
+    "--on", "place", required=True, type=click.Choice(PLACES), help="What starts the ranks on the nodes."
+)
+@click.option("--nodes", type=click.IntRange(min=1), help="Machines (launch.nodes).")
+@click.option("--gpus", help="GPUs of one node, such as 8xH100-80GB (launch.gpus).")
+@click.option("--name", help="Name of the run (run.name).")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Change one key of the recipe.")
+@click.option("--dry-run", is_flag=True, help="Print the script or manifest; write and start nothing.")
+@click.option("--no-follow", is_flag=True, help="Return once the scheduler has it.")
+def launch(
+    recipe_path: Path,
+    place: str,
+    nodes: int | None,
+    gpus: str | None,
+    name: str | None,
+    settings: tuple[str, ...],
+    dry_run: bool,
+    no_follow: bool,
+) -> None:
+    """Run RECIPE.yaml on several machines: write what their scheduler runs, submit it, follow it."""
+    from shardwise.launch import submission
+    from shardwise.recipe import load_recipe
+
+    more = [
+        *settings,
+        *([f"launch.nodes={nodes}"] if nodes else []),
+        *([f"launch.gpus={gpus}"] if gpus else []),
+    ]
+    recipe = load_recipe(recipe_path, more)
+    if place == "local":
+        _local(recipe, name, dry_run)
+        return
+    name = name or recipe.run.name or submission.default_name(recipe)
+    decided, plan_json = _decide(recipe)
+    run = submission.prepare(recipe, name, decided)
+    module = submission.target(place)
+    if dry_run:
+        click.echo(module.render(run), nl=False)
+        return
+    found = submission.submit(run, place, plan_json)
+    click.echo(f"{name}: job {found.job_id} on {place}, files in {found.folder}", err=True)
+    if not no_follow:
+        sys.exit(_follow(found))
+
+
+def _local(recipe: "Recipe", name: str | None, dry_run: bool) -> None:
+    from shardwise.cli.train import decide_and_show, run_and_report
+
+    if recipe.launch.nodes > 1:
+        raise click.UsageError(f"--on local is one machine, and launch.nodes is {recipe.launch.nodes}")
+    if name is not None:
+        recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"name": name})})
+    job = decide_and_show(recipe)
+    if dry_run:
+        click.echo("dry run: nothing was started")
+    else:
+        run_and_report(job)
+
+
+def _decide(recipe: "Recipe") -> "tuple[Recipe | None, dict[str, object] | None]":
+    """The decided recipe and its plan; (None, None), said aloud, where model or data are only on the nodes."""
+    from rich.console import Console
+
+    from shardwise.errors import DataError, ModelError, RunError
+    from shardwise.launch.cluster import decide_for, offer_of
+    from shardwise.report.decided import decided_json, decided_text
+
+    console = Console(stderr=True, highlight=False)
+    offer = offer_of(recipe)
+    try:
+        with console.status("reading the model and preparing rows ..."):
+            job = decide_for(recipe, offer, here=False)
+    except (DataError, ModelError, RunError) as problem:
+        click.echo(f"not decided here, but on the first node: {problem.what} ({problem.why})", err=True)
+        return None, None
+    console.print(decided_text(job.plan))
+    return job.recipe, dict(decided_json(job.plan))
+
+
+def _follow(found: "Submission") -> int:
+    """Print state and progress until the run has ended. Ctrl-C leaves the run alone."""
+    from shardwise.launch import submission
+
+    said, printed, seen = "", 0, None
+    try:
+        while True:
+            seen = submission.look(found)
+            if f"{seen.state}: {seen.word}" != said:
+                said = f"{seen.state}: {seen.word}"
+                click.echo(f"{time.strftime('%H:%M:%S')} {said}", err=True)
+            printed = _print_steps(found, printed)
+            if seen.state == "ended":
+                return _ended(found)
+            time.sleep(POLL_SECONDS)
+    except KeyboardInterrupt:
+        click.echo(
+            f"the run goes on; look with: shardwise status {found.name}, stop it with: shardwise cancel {found.name}",
+            err=True,
+        )
+        return 0
+
+
+def _print_steps(found: "Submission", offset: int) -> int:
+    """Print the newest step since byte `offset` of the events; returns where to look next."""
+    run, last = found.run, None
+    if run is None:
+        return offset
+    for behind, event in run.events_from(offset):
+        offset = behind
+        if event.kind == "step":
+            last = event.model_dump()
+    if last is not None:
+        click.echo(f"step {last['step']}  loss {last['loss']:.4f}", err=True)
+    return offset
+
+
+def _ended(found: "Submission") -> int:
+    """Tell how it ended, with the log of the rank that failed first. Returns the exit code."""
+    from shardwise.launch import submission
+
+    run = found.run
+    if run is not None:
+        status = run.read_status()
+        click.echo(
+            f"{found.name} is {status.state}" + (f": {status.reason}" if status.reason else ""), err=True
+        )
+        if status.state == "done":
+            click.echo(f"result: {run.result_path}; see: shardwise show {run.path}", err=True)
+            return 0
+        code = status.exit_code or 1
+        first = next((w for w in status.reason.split() if w.isdigit()), "0")
+        path = run.logs_path / f"rank-{first}.log"
+        if code == 75 or not path.is_file():
+            return code
+    else:
+        click.echo(f"{found.name} has ended and left no run folder at {found.run_path}", err=True)
+        code = 1
+        path = next(iter(submission.logs(found)), Path())
+    if path.is_file():
+        click.echo(f"--- {path}", err=True)
+        click.echo("\n".join(submission.tail(path)), err=True)
+    return code
+
+
+@click.command()
+@click.argument("name", required=False)
+@FOLDER
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def status(name: str | None, folder: Path, as_json: bool) -> None:
+    """Launched runs: what the scheduler says, and how far each is. NAME or 'latest' for one."""
+    import json
+
+    from shardwise.launch import submission
+
+    found = [submission.find(name, folder)] if name else submission.submissions(folder)
+    rows = [_row(one) for one in found]
+    if as_json:
+        click.echo(json.dumps(rows[0] if name else rows, indent=2))
+        return
+    if not rows:
+        click.echo(f"nothing was launched from '{folder}'", err=True)
+    for row in rows:
+        click.echo(
+            f"{row['name']}  {row['target']} {row['job_id']}  {row['scheduler']} ({row['word']})  "
+            f"run: {row['run_state'] or 'not started'}"
+            + (f", step {row['step']} of {row['steps']}" if row["step"] else "")
+            + (f"  {row['reason']}" if row["reason"] else "")
+        )
+
+
+def _row(found: "Submission") -> dict[str, object]:
+    from shardwise.errors import ShardwiseError
+    from shardwise.launch import submission
+    from shardwise.launch.targets.parts import Seen
+
+    try:
+        seen: Seen = submission.look(found)
+    except ShardwiseError as problem:  # the scheduler is not reachable from here; the run folder may be
+        seen = Seen("unknown", problem.what)
+    run = found.run
+    status = run.read_status() if run else None
+    start = next((e.model_dump() for e in run.events("start")), {}) if run else {}
+    steps = run.steps() if run else []
+    return {
+        "name": found.name,
+        "target": found.target,
+        "job_id": found.job_id,
+        "scheduler": seen.state,
+        "word": seen.word,
+        "run": found.run_path,
+        "run_state": status.state if status else None,
+        "reason": status.reason if status else "",
+        "step": steps[-1].step if steps else 0,
+        "steps": start.get("steps"),
+        "loss": steps[-1].loss if steps else None,
+    }
+
+
+@click.command()
+@click.argument("name")
+@click.option(
+    "--rank", type=click.IntRange(min=0), help="One rank's log; default: rank 0 and the scheduler's."
+)
+@click.option(
+    "--lines", default=50, show_default=True, type=click.IntRange(min=1), help="How many last lines."
+)
+@FOLDER
+def logs(name: str, rank: int | None, lines: int, folder: Path) -> None:
+    """The last lines of a launched run's logs."""
+    from shardwise.errors import UsageError
+    from shardwise.launch import submission
+
+    found = submission.find(name, folder)
+    paths = submission.logs(found)
+    if rank is None:
+        wanted = [p for p in paths if not p.name.startswith("rank-") or p.name == "rank-0.log"]
+    else:
+        wanted = [p for p in paths if p.name == f"rank-{rank}.log"]
+    if not wanted:
+        names = ", ".join(p.name for p in paths) or "none yet"
+        raise UsageError(f"'{name}' has no such log", f"there are: {names}", f"look into {found.folder}")
+    for path in wanted:
+        click.echo(f"--- {path}")
+        click.echo("\n".join(submission.tail(path, lines)))
+
+
+@click.command()
+@click.argument("name")
+@click.option(
+    "--now", is_flag=True, help="End it at once; what was trained since the last checkpoint is lost."
+)
+@FOLDER
+def cancel(name: str, now: bool, folder: Path) -> None:
+    """Ask a launched run to save and stop."""
+    from shardwise.launch import submission
+
+    found = submission.find(name, folder)
+    submission.cancel(found, now)
+    click.echo(f"{found.name}: asked to {'end at once' if now else 'save and stop'}", err=True)

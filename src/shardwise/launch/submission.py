@@ -1,0 +1,196 @@
+"""Launched runs as the machine that launched them knows them: `RUNS/launches/NAME`, and what became of each.
+
+launches/NAME/
+  recipe.yaml   what runs: the recipe, decided where model and data could be read from here
+  plan.json     its plan, when it was decided here
+  job.sbatch, job.yaml, task.yaml, driver.py or node.sh
+  job.json      target, the scheduler's id, where the run folder is
+"""
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import UsageError, unknown_name
+from shardwise.launch.cluster import ranks_per_node
+from shardwise.launch.local import TAIL_LINES
+from shardwise.launch.rank import stop_path
+from shardwise.launch.targets.parts import PLAN, RECIPE, Launched, Seen, Target
+from shardwise.recipe import Recipe, dump_recipe
+from shardwise.runs import RunFolder, is_run
+from shardwise.runs.jsonfile import read_json, write_json, write_text
+
+TARGETS = ("torchrun", "slurm", "kubernetes", "ray", "skypilot")
+LAUNCHES = "launches"
+JOB = "job.json"
+CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True)
+class Submission:
+    """job.json. `run_path` may lie where only the cluster sees it."""
+
+    name: str
+    target: str
+    job_id: str
+    run_path: str
+    submitted_unix_seconds: float
+    folder: Path
+
+    @property
+    def run(self) -> RunFolder | None:
+        """The run folder, once there is one and if it can be seen from here."""
+        path = Path(self.run_path)
+        return RunFolder(path) if is_run(path) else None
+
+
+def target(name: str) -> Target:
+    """The module of a scheduler. Raises UnknownNameError."""
+    if name not in TARGETS:
+        raise unknown_name("target", name, ("local", *TARGETS))
+    module: Any = import_module(f"shardwise.launch.targets.{name}")
+    return module
+
+
+def default_name(recipe: Recipe) -> str:
+    """Model, method and time, in characters that every scheduler takes."""
+    words = f"{Path(recipe.model.source).name}-{recipe.method}-{time.strftime('%m%d-%H%M%S')}".lower()
+    name = "".join(c if c.isascii() and c.isalnum() else "-" for c in words).strip("-")
+    return name if name[:1].isalpha() else f"run-{name}"
+
+
+def prepare(recipe: Recipe, name: str, decided: Recipe | None) -> Launched:
+    """The run as its scheduler will see it; nothing is written. `decided` counts all ranks of all nodes.
+
+    Raises UsageError when the name is taken or cannot name a run.
+    """
+    if name == LAUNCHES:
+        raise UsageError(f"run name '{name}'", "that folder holds what was launched", "choose another --name")
+    processes = ranks_per_node(recipe)
+    carried = decided or recipe
+    carried = carried.model_copy(
+        update={
+            "engine": carried.engine.model_copy(update={"processes": processes}),
+            "run": carried.run.model_copy(update={"name": name}),
+        }
+    )
+    text = dump_recipe(
+        carried, comment=f"recipe of run {name}, as launched; keys left out have their defaults", full=False
+    )
+    folder = (Path(recipe.run.folder) / LAUNCHES / name).resolve()
+    return Launched(name, carried, folder, text, _mounts(recipe))
+
+
+def _mounts(recipe: Recipe) -> Mapping[str, str]:
+    """Local files of a recipe -> where they must lie on another machine: where the recipe says."""
+    sources = recipe.data.train + (
+        recipe.data.validation if isinstance(recipe.data.validation, tuple) else ()
+    )
+    named = [recipe.model.source, *(s.path for s in sources)]
+    named += [recipe.model.chat_template] if recipe.model.chat_template else []
+    return {str(Path(path).resolve()): path for path in named if Path(path).exists()}
+
+
+def submit(run: Launched, name: str, plan_json: Mapping[str, Any] | None) -> Submission:
+    """Write the launch folder and give its script to the scheduler; nothing is left where that refuses.
+
+    Raises UsageError when the name is taken, and what the scheduler says.
+    """
+    module = target(name)
+    text = module.render(run)
+    try:
+        run.folder.mkdir(parents=True)
+    except FileExistsError:
+        raise UsageError(
+            f"'{run.name}' was launched already", f"{run.folder} is there", "choose another --name"
+        ) from None
+    write_text(run.folder / RECIPE, run.recipe_text)
+    if plan_json is not None:
+        write_json(run.folder / PLAN, dict(plan_json))
+    write_text(run.folder / module.SCRIPT, text)
+    found = Submission(run.name, name, "", str(Path(run.run_path).absolute()), time.time(), run.folder)
+    try:
+        if name == "torchrun":
+            _keep(found)
+        job_id = module.submit(run.folder / module.SCRIPT, run)
+    except BaseException:
+        if name != "torchrun":  # its lines are started by hand, from that folder
+            for path in run.folder.iterdir():
+                path.unlink()
+            run.folder.rmdir()
+        raise
+    found = Submission(**{**found.__dict__, "job_id": job_id})
+    _keep(found)
+    return found
+
+
+def _keep(found: Submission) -> None:
+    values = asdict(found)
+    del values["folder"]
+    write_json(found.folder / JOB, values)
+
+
+def submissions(folder: Path) -> list[Submission]:
+    """Everything launched from here, newest first."""
+    found = []
+    for path in (folder / LAUNCHES).glob(f"*/{JOB}"):
+        values = read_json(path)
+        if values:
+            found.append(Submission(**values, folder=path.parent.resolve()))
+    return sorted(found, key=lambda s: s.submitted_unix_seconds, reverse=True)
+
+
+def find(name: str, folder: Path) -> Submission:
+    """By name or `latest`. Raises UnknownNameError, or UsageError when nothing was launched."""
+    known = submissions(folder)
+    if not known:
+        raise UsageError(
+            f"nothing was launched from '{folder}'",
+            f"there is no {folder / LAUNCHES}",
+            "say where runs are with --folder",
+        )
+    if name == "latest":
+        return known[0]
+    for one in known:
+        if one.name == name:
+            return one
+    raise unknown_name("launched run", name, [one.name for one in known])
+
+
+def look(found: Submission) -> Seen:
+    """What the scheduler says."""
+    return target(found.target).look(found.job_id)
+
+
+def cancel(found: Submission, now: bool) -> None:
+    """Ask the run to save and stop, or end it at once; it is not put back into the queue."""
+    (found.folder / CANCELLED).touch()
+    run = found.run
+    if run is not None and found.target in ("ray", "torchrun"):
+        run.logs_path.mkdir(exist_ok=True)
+        stop_path(run).touch()
+    target(found.target).cancel(found.job_id, now)
+
+
+def logs(found: Submission) -> list[Path]:
+    """Every log that can be seen from here: the ranks' of the run folder, then the scheduler's."""
+    run = found.run
+    ranks = sorted(run.logs_path.glob("rank-*.log"), key=_rank) if run else []
+    return [*ranks, *sorted(found.folder.glob("*.out")), *sorted(found.folder.glob("*.log"))]
+
+
+def _rank(path: Path) -> int:
+    number = path.stem.removeprefix("rank-")
+    return int(number) if number.isdigit() else 0
+
+
+def tail(path: Path, lines: int = TAIL_LINES) -> list[str]:
+    """The last lines of a log."""
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 200 * lines))
+        text = file.read().decode("utf-8", "replace")
+    return [line.rsplit("\r", 1)[-1] for line in text.splitlines() if line.strip()][-lines:]

@@ -1,0 +1,291 @@
+"""Kubernetes: a ConfigMap with the recipe, and a Kubeflow Trainer v2 TrainJob or a plain JobSet that runs it."""
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+from shardwise.errors import MissingDependencyError, RecipeError, RunError
+from shardwise.launch.environment import variables
+from shardwise.launch.targets.parts import (
+    PORT,
+    RECIPE,
+    Launched,
+    Seen,
+    comment,
+    torchrun,
+    wrapper,
+    yaml,
+)
+
+SCRIPT = "job.yaml"
+RECIPE_FOLDER = "/etc/shardwise"
+SPARE_SECONDS = 30  # of the grace period beyond what torchrun waits
+# Longest name that leaves room for what JobSet appends to pods (-node-0-123-abcde) within a label's 63.
+LONGEST_NAME = 43
+_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+# The label JobSet gives every pod: a new number for each restart of the whole set.
+_ATTEMPT = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
+
+
+def render(run: Launched) -> str:
+    """The manifest. Raises RecipeError for what Kubernetes could not take or would ignore."""
+    _check(run)
+    launch = run.recipe.launch
+    head = f"""# Run {comment(run.name)} on {comment(run.size)}. Written by: shardwise launch --on kubernetes
+# Submit it again with: kubectl apply -f {SCRIPT}
+apiVersion: v1
+kind: ConfigMap
+metadata:
+  name: {yaml(run.name)}
+  namespace: {yaml(launch.kubernetes.namespace)}
+data:
+  {RECIPE}: |
+{_indent(run.recipe_text, 4)}
+---
+"""
+    return head + (_trainjob(run) if launch.kubernetes.kind == "trainjob" else _jobset(run))
+
+
+def _trainjob(run: Launched) -> str:
+    """The Trainer sets torchrun's rendezvous (PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR ...) itself."""
+    asked = run.recipe.launch.kubernetes
+    command = [*wrapper(run, "python", f"{RECIPE_FOLDER}/{RECIPE}", f"trainjob-{run.name}", "$(SHARDWISE_ATTEMPT)",
+                        f"--directory {asked.mount}"), *torchrun(run, None, "")]  # fmt: skip
+    command = [part for part in command if not part.startswith(("--nnodes", "--nproc-per-node"))]
+    return f"""apiVersion: trainer.kubeflow.org/v1alpha1
+kind: TrainJob
+metadata:
+  name: {yaml(run.name)}
+  namespace: {yaml(asked.namespace)}
+spec:
+  runtimeRef:
+    name: {yaml(asked.runtime)}   # its torch policy hands torchrun nodes, ranks and rendezvous (PET_*)
+  trainer:
+    image: {yaml(asked.image)}
+    numNodes: {run.nodes}
+    numProcPerNode: {run.ranks_per_node}
+    command:
+{_list(command, 6)}
+    env:
+{_env(run, 6)}
+{_resources(run, 4, "resourcesPerNode")}\
+  runtimePatches:
+    - manager: shardwise.io/launch
+      trainingRuntimeSpec:
+        template:
+          spec:
+            replicatedJobs:
+              - name: node
+                template:
+                  spec:
+                    template:
+                      spec:
+{_grace(run, 24)}
+{_selector(run, 24)}\
+                        containers:
+                          - name: node
+                            volumeMounts:
+{_volume_mounts(run, 30)}
+                        volumes:
+{_volumes(run, 26)}
+"""
+
+
+def _jobset(run: Launched) -> str:
+    """One Job of `nodes` pods; its first pod is the rendezvous, by the name JobSet's service gives it."""
+    launch, asked = run.recipe.launch, run.recipe.launch.kubernetes
+    command = wrapper(run, "python", f"{RECIPE_FOLDER}/{RECIPE}", f"jobset-{run.name}", "$(SHARDWISE_ATTEMPT)",
+                      f"--directory {asked.mount}")  # fmt: skip
+    command += torchrun(run, f"{run.name}-node-0-0.{run.name}:{PORT}", "$(SHARDWISE_ATTEMPT)")
+    return f"""apiVersion: jobset.x-k8s.io/v1alpha2
+kind: JobSet
+metadata:
+  name: {yaml(run.name)}
+  namespace: {yaml(asked.namespace)}
+spec:
+  network:
+    enableDNSHostnames: true            # the rendezvous is found by the first pod's name
+    publishNotReadyAddresses: true
+  failurePolicy:
+    maxRestarts: {launch.max_restarts}
+    rules:
+      - name: refused                   # exit code 2 (see podFailurePolicy): trying again cannot help
+        action: FailJobSet
+        onJobFailureReasons: [PodFailurePolicy]
+  replicatedJobs:
+    - name: node
+      replicas: 1
+      template:
+        spec:
+          parallelism: {run.nodes}
+          completions: {run.nodes}
+          completionMode: Indexed
+          backoffLimit: 0               # one lost pod restarts the set, which resumes from its checkpoint
+          podFailurePolicy:
+            rules:
+              - action: FailJob
+                onExitCodes:
+                  containerName: node
+                  operator: In
+                  values: [2]
+          template:
+            spec:
+              restartPolicy: Never
+{_grace(run, 14)}
+{_selector(run, 14)}\
+              containers:
+                - name: node
+                  image: {yaml(asked.image)}
+                  command:
+{_list(command, 20)}
+                  env:
+{_env(run, 20)}
+{_resources(run, 18, "resources")}\
+                  volumeMounts:
+{_volume_mounts(run, 20)}
+              volumes:
+{_volumes(run, 16)}
+"""
+
+
+def _check(run: Launched) -> None:
+    launch, asked = run.recipe.launch, run.recipe.launch.kubernetes
+    if not _NAME.fullmatch(run.name) or len(run.name) > LONGEST_NAME:
+        near = re.sub("[^a-z0-9]+", "-", run.name.lower()).strip("-0123456789")[:LONGEST_NAME].strip("-")
+        raise RecipeError(
+            f"run name '{run.name}' cannot name a Kubernetes object",
+            f"allowed: at most {LONGEST_NAME} of a-z, 0-9 and '-', first a letter, last no '-'",
+            f"use --name {near or 'run'}",
+        )
+    if launch.environment and asked.secret is None:
+        raise RecipeError(
+            f"launch.environment names {', '.join(launch.environment)}, but no Secret holds them",
+            "pods do not inherit a shell's variables, and a manifest is no place for their values",
+            "kubectl create secret generic NAME --from-literal=..., then launch.kubernetes.secret: NAME",
+        )
+    if launch.setup:
+        raise RecipeError(
+            "launch.setup is not run on Kubernetes",
+            "pods start from an image",
+            "do it in the image's Dockerfile",
+        )
+    if asked.claim is None:
+        raise RecipeError(
+            "launch.kubernetes.claim is missing",
+            "without a shared volume the run folder would vanish with its pods",
+            "name a ReadWriteMany PersistentVolumeClaim",
+        )
+
+
+def _list(parts: list[str], indent: int) -> str:
+    """A command as a YAML list, one word an item: no shell ever reads it."""
+    words = [word for part in parts for word in shlex.split(part)]
+    return "\n".join(f"{' ' * indent}- {yaml(word)}" for word in words)
+
+
+def _env(run: Launched, indent: int) -> str:
+    pad = " " * indent
+    lines = [f"{pad}- name: SHARDWISE_ATTEMPT      # new for every restart of the whole job",
+             f"{pad}  valueFrom: {{fieldRef: {{fieldPath: {yaml(_ATTEMPT)}}}}}"]  # fmt: skip
+    for variable in variables(run.recipe):
+        lines.append(f"{pad}- name: {variable.name}   # {comment(variable.reason)}")
+        lines.append(f"{pad}  value: {yaml(variable.value)}")
+    for name in run.recipe.launch.environment:
+        secret = run.recipe.launch.kubernetes.secret
+        lines.append(f"{pad}- name: {name}")
+        lines.append(f"{pad}  valueFrom: {{secretKeyRef: {{name: {yaml(secret)}, key: {name}}}}}")
+    return "\n".join(lines)
+
+
+def _resources(run: Launched, indent: int, key: str) -> str:
+    if run.recipe.launch.gpus is None:
+        return ""
+    return f"{' ' * indent}{key}:\n{' ' * indent}  limits: {{nvidia.com/gpu: {run.ranks_per_node}}}\n"
+
+
+def _grace(run: Launched, indent: int) -> str:
+    seconds = run.recipe.launch.stop_seconds
+    return (
+        f"{' ' * indent}terminationGracePeriodSeconds: {seconds + SPARE_SECONDS}"
+        f"   # longer than the {seconds} s in which ranks save"
+    )
+
+
+def _selector(run: Launched, indent: int) -> str:
+    labels = run.recipe.launch.kubernetes.node_selector
+    if not labels:
+        return ""
+    pad = " " * indent
+    return f"{pad}nodeSelector:\n" + "".join(f"{pad}  {yaml(k)}: {yaml(v)}\n" for k, v in labels.items())
+
+
+def _volume_mounts(run: Launched, indent: int) -> str:
+    pad = " " * indent
+    return "\n".join(
+        [
+            f"{pad}- {{name: workspace, mountPath: {yaml(run.recipe.launch.kubernetes.mount)}}}",
+            f"{pad}- {{name: recipe, mountPath: {RECIPE_FOLDER}, readOnly: true}}",
+            f"{pad}- {{name: shm, mountPath: /dev/shm}}",
+        ]
+    )
+
+
+def _volumes(run: Launched, indent: int) -> str:
+    pad = " " * indent
+    claim = yaml(run.recipe.launch.kubernetes.claim)
+    return "\n".join(
+        [
+            f"{pad}- name: workspace       # model, data, runs; ReadWriteMany",
+            f"{pad}  persistentVolumeClaim: {{claimName: {claim}}}",
+            f"{pad}- name: recipe",
+            f"{pad}  configMap: {{name: {yaml(run.name)}}}",
+            f"{pad}- name: shm             # pods get 64 MB of /dev/shm, too little for NCCL and data loading",
+            f"{pad}  emptyDir: {{medium: Memory}}",
+        ]
+    )
+
+
+def _indent(text: str, indent: int) -> str:
+    return "\n".join(f"{' ' * indent}{line}" if line else "" for line in text.splitlines())
+
+
+def submit(script: Path, run: Launched) -> str:
+    """kubectl apply; returns kind/namespace/name."""
+    _kubectl("apply", "--filename", str(script))
+    asked = run.recipe.launch.kubernetes
+    return f"{asked.kind}/{asked.namespace}/{run.name}"
+
+
+def look(job_id: str) -> Seen:
+    """The job's last condition that is true."""
+    kind, namespace, name = job_id.split("/")
+    query = "jsonpath={range .status.conditions[?(@.status=='True')]}{.type}{'\\n'}{end}"
+    word = _kubectl("get", kind, name, "--namespace", namespace, "--output", query).split()
+    if not word:
+        return Seen("running", "no condition yet")
+    return Seen("ended" if word[-1] in ("Complete", "Completed", "Failed") else "running", word[-1].lower())
+
+
+def cancel(job_id: str, now: bool) -> None:
+    """Delete the job; its pods get the grace period to save unless `now`."""
+    kind, namespace, name = job_id.split("/")
+    _kubectl(
+        "delete", kind, name, "--namespace", namespace, *(["--grace-period=0", "--force"] if now else [])
+    )
+
+
+def _kubectl(*arguments: str) -> str:
+    try:
+        done = subprocess.run(
+            ["kubectl", *arguments], capture_output=True, text=True, check=False, timeout=60
+        )
+    except FileNotFoundError:
+        raise MissingDependencyError(
+            "'kubectl' is not here", "it talks to the cluster", "install it, or look with --dry-run"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise RunError("kubectl does not answer", "waited 60 s", "try: kubectl cluster-info") from None
+    if done.returncode:
+        raise RunError(f"kubectl {arguments[0]} failed", done.stderr.strip(), "mend it and submit again")
+    return done.stdout

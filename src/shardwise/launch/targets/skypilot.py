@@ -1,0 +1,152 @@
+"""SkyPilot: one task file; as a managed job it is recovered on another machine, where the run resumes."""
+
+import json
+import subprocess
+from pathlib import Path
+
+from shardwise.errors import MissingDependencyError, RecipeError, RunError
+from shardwise.facts.gpus import parse_offer
+from shardwise.launch.environment import variables
+from shardwise.launch.targets.parts import (
+    PORT,
+    RECIPE,
+    Launched,
+    Seen,
+    comment,
+    continued,
+    shell,
+    torchrun,
+    wrapper,
+    yaml,
+)
+
+SCRIPT = "task.yaml"
+HOME = "/shardwise"  # on the machines: the recipe, its files, and runs
+# Where SkyPilot's catalogue spells a GPU in another way than ours (sky gpus list); the rest are the same.
+NAMES = {
+    "H100-80GB": "H100", "A100-40GB": "A100", "V100-16GB": "V100", "RTX-A6000": "RTXA6000",
+    "RTX-6000-Ada": "RTX6000-Ada", "RTX-PRO-6000": "RTXPRO6000",
+}  # fmt: skip
+
+
+def render(run: Launched) -> str:
+    """The task file. Raises RecipeError where the run folder would be lost or not shared."""
+    launch, asked = run.recipe.launch, run.recipe.launch.skypilot
+    if asked.volume is None and asked.bucket is None:
+        raise RecipeError(
+            "the run folder has no place that outlives a machine",
+            "a recovered job resumes from it",
+            "make a volume (sky volumes apply) and name it in launch.skypilot.volume",
+        )
+    if asked.volume is None and run.nodes > 1:
+        raise RecipeError(
+            f"a bucket cannot hold the run folder of {run.nodes} nodes",
+            "nodes must see each other's files at once, and a cached bucket shows them late",
+            "make a volume (sky volumes apply) and name it in launch.skypilot.volume",
+        )
+    task = '"$SKYPILOT_TASK_ID"'
+    command = continued(
+        [*wrapper(run, shell(launch.python or "python"), f"{HOME}/{RECIPE}", task, task, f"--directory {HOME}"),
+         *torchrun(run, f'"$head:{PORT}"', task)],
+        "    ",
+    )  # fmt: skip
+    exports = "".join(
+        f"  export {v.name}={shell(v.value)}   # {comment(v.reason)}\n" for v in variables(run.recipe)
+    )
+    setup = "".join(f"  {comment(line)}\n" for line in launch.setup)
+    return f"""# Run {comment(run.name)} on {comment(run.size)}. Written by: shardwise launch --on skypilot
+# Submit it again with: sky jobs launch {SCRIPT}
+name: {yaml(run.name)}
+num_nodes: {run.nodes}
+resources:
+{_resources(run)}
+file_mounts:
+  {HOME}/{RECIPE}: {yaml(run.folder / RECIPE)}
+{_mounts(run)}{_storage(run)}{_secrets(run)}setup: |
+  pip install 'shardwise[train,data]'
+{setup}run: |
+  head=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)   # the first node is the rendezvous
+{exports}  {command}
+"""
+
+
+def _resources(run: Launched) -> str:
+    launch, asked = run.recipe.launch, run.recipe.launch.skypilot
+    lines = [f"  use_spot: {str(asked.use_spot).lower()}"]
+    if launch.gpus is not None:
+        offer = parse_offer(launch.gpus)
+        name = NAMES.get(offer.gpu.name, offer.gpu.name)
+        lines.insert(0, f"  accelerators: {yaml(f'{name}:{offer.count}')}")
+    else:
+        lines.insert(0, f"  cpus: {yaml(f'{2 * run.ranks_per_node}+')}")
+    if asked.infra is not None:
+        lines.insert(0, f"  infra: {yaml(asked.infra)}")
+    lines += [
+        "  job_recovery:",
+        f"    max_restarts_on_errors: {launch.max_restarts}",
+        "    recover_on_exit_codes: [75]   # stopped with its state saved: resume",
+    ]
+    return "\n".join(lines)
+
+
+def _mounts(run: Launched) -> str:
+    """Local files of the recipe, each at the place the recipe names."""
+    lines = []
+    for local, there in run.mounts.items():
+        target = there if there.startswith("/") else f"{HOME}/{there}"
+        lines.append(f"  {yaml(target)}: {yaml(local)}\n")
+    return "".join(lines)
+
+
+def _storage(run: Launched) -> str:
+    asked, folder = run.recipe.launch.skypilot, run.recipe.run.folder
+    place = folder if folder.startswith("/") else f"{HOME}/{folder}"
+    if asked.volume is not None:
+        return f"volumes:\n  {yaml(place)}: {yaml(asked.volume)}   # the run folder outlives the machines\n"
+    return (
+        f"  {yaml(place)}:   # the run folder outlives the machine; written back as it is filled\n"
+        f"    name: {yaml(asked.bucket)}\n    mode: MOUNT_CACHED\n"
+    )
+
+
+def _secrets(run: Launched) -> str:
+    """Names alone: `sky jobs launch --secret NAME` takes the value from the shell."""
+    names = run.recipe.launch.environment
+    return "secrets:\n" + "".join(f"  {name}: null\n" for name in names) if names else ""
+
+
+def submit(script: Path, run: Launched) -> str:
+    """sky jobs launch, detached; returns the job's name."""
+    secrets = [part for name in run.recipe.launch.environment for part in ("--secret", name)]
+    _sky("jobs", "launch", "--yes", "--detach-run", "--async", "--name", run.name, *secrets, str(script))
+    return run.name
+
+
+def look(job_id: str) -> Seen:
+    found = json.loads(_sky("jobs", "queue", "--output", "json") or "[]")
+    mine = [j for j in found if j.get("job_name") == job_id]
+    if not mine:
+        return Seen("unknown", "not in the queue")
+    word = str(max(mine, key=lambda j: j.get("job_id", 0)).get("status", ""))
+    if word in ("PENDING", "SUBMITTED", "STARTING", "RECOVERING"):
+        return Seen("waiting", word.lower())
+    return Seen("running" if word in ("RUNNING", "CANCELLING") else "ended", word.lower().replace("_", " "))
+
+
+def cancel(job_id: str, now: bool) -> None:
+    """Ends the managed job and its machines; SkyPilot has no softer way."""
+    _sky("jobs", "cancel", "--yes", "--name", job_id)
+
+
+def _sky(*arguments: str) -> str:
+    try:
+        done = subprocess.run(["sky", *arguments], capture_output=True, text=True, check=False, timeout=300)
+    except FileNotFoundError:
+        raise MissingDependencyError(
+            "'sky' is not here", "it talks to the clouds", "pip install skypilot, or look with --dry-run"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise RunError("sky does not answer", "waited 300 s", "try: sky api status") from None
+    if done.returncode:
+        raise RunError(f"sky {arguments[1]} failed", done.stderr.strip()[-2000:], "try: sky check")
+    return done.stdout

@@ -1,0 +1,181 @@
+"""What every node of a launched run executes: make ready, start the launcher, turn the outcome into an exit code.
+
+    python -m shardwise.launch.wrapper --recipe recipe.yaml --name NAME --owner JOB --attempt ID -- torchrun ...
+
+Before the launcher starts, each node fetches the model and prepares the rows into its own cache, and node 0 makes
+the run folder. Nodes wait for each other in the launcher's rendezvous, so no rank starts before all are ready.
+Afterwards the records that the ranks left decide: 0 done, 1 failed, 2 refused, 75 stopped with the state saved.
+torchrun itself exits 1 in the last three cases.
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from shardwise.errors import Interrupted, ShardwiseError, UsageError
+from shardwise.launch import operators
+from shardwise.launch.cluster import decide_for, offer_of, open_folder, read_plan
+from shardwise.launch.job import Job, _add_estimate
+from shardwise.launch.local import GUARD
+from shardwise.launch.rank import ATTEMPT, RankEnd, rank_ends, stop_path
+from shardwise.recipe import load_recipe
+from shardwise.runs import RunFolder
+
+LATE_SECONDS = 15.0  # a shared file system may show another node's record later than its process ended
+# Where each scheduler says which node this is, the most specific first.
+NODE_RANKS = ("SLURM_NODEID", "PET_NODE_RANK", "SKYPILOT_NODE_RANK", "JOB_COMPLETION_INDEX")
+
+
+@dataclass(frozen=True)
+class Started:
+    """A run about to start on this node. `lead`: this node writes the run's status."""
+
+    run: RunFolder
+    job: Job
+    environment: Mapping[str, str]
+    attempt: str
+    lead: bool
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Parse, run, and print errors in three lines. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m shardwise.launch.wrapper")
+    parser.add_argument("--recipe", type=Path, required=True, help="the recipe to run")
+    parser.add_argument("--name", required=True, help="name of the run folder")
+    parser.add_argument("--owner", required=True, help="the scheduler's name for this job")
+    parser.add_argument("--attempt", required=True, help="the same on all nodes, new for every start")
+    parser.add_argument("--node-rank", type=int, help="default: what the scheduler says, else 0")
+    parser.add_argument("--directory", type=Path, help="where relative paths of the recipe start")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the launcher with its options")
+    asked = parser.parse_args(arguments)
+    command = asked.command[1:] if asked.command[:1] == ["--"] else asked.command
+    node = node_rank(os.environ) if asked.node_rank is None else asked.node_rank
+    try:
+        if asked.directory is not None:
+            os.chdir(asked.directory)
+        started = begin(asked.recipe, asked.name, asked.owner, asked.attempt, lead=node == 0)
+        code = launch(command, {**os.environ, **started.environment})
+        return end(started, code)
+    except ShardwiseError as problem:
+        print(str(problem), file=sys.stderr, flush=True)
+        return problem.exit_code
+
+
+def node_rank(environment: Mapping[str, str]) -> int:
+    """This node's number as its scheduler tells it; 0 where none does."""
+    return next((int(environment[name]) for name in NODE_RANKS if environment.get(name)), 0)
+
+
+def begin(recipe_path: Path, name: str, owner: str, attempt: str, lead: bool) -> Started:
+    """Model, rows, compiled operators and, on the lead, the run folder. Raises the UsageError family."""
+    recipe = load_recipe(recipe_path)
+    _say(f"reading {recipe.model.source} and preparing rows")
+    job = decide_for(recipe, offer_of(recipe), here=True)
+    environment = operators.ready(job.recipe, _say)
+    if lead:
+        run = open_folder(job, name, read_plan(recipe_path.with_name("plan.json")), owner)
+        stop_path(run).unlink(missing_ok=True)
+        outcome_path(run, attempt).unlink(missing_ok=True)
+    else:
+        run = RunFolder(Path(job.recipe.run.folder) / name)
+    return Started(run, job, {**environment, ATTEMPT: attempt}, attempt, lead)
+
+
+def outcome_path(run: RunFolder, attempt: str) -> Path:
+    """One number: the exit code of one attempt, for scripts whose scheduler loses it."""
+    return run.logs_path / f"outcome-{attempt}"
+
+
+def launch(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run the launcher; it dies with this process, and requests to stop are passed on once."""
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), *_absolute(command)], env=dict(environment)
+    )
+    asked = False
+
+    def on_signal(_: int, __: FrameType | None) -> None:
+        nonlocal asked
+        if not asked:  # torchrun takes a second one as "at once"
+            asked = True
+            with suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, on_signal)
+    return process.wait()
+
+
+def end(started: Started, launcher_code: int) -> int:
+    """Read how the ranks ended; on the lead, write it down and let the folder go. Returns the exit code."""
+    run = started.run
+    ends = _ends(run, started.attempt, launcher_code)
+    code, reason = outcome(ends, launcher_code, bool(run.checkpoints()))
+    if not started.lead:
+        return code
+    try:
+        if code == UsageError.exit_code:
+            run.discard()
+            return code
+        state = {0: "done", Interrupted.exit_code: "interrupted"}.get(code, "failed")
+        if code == 0:
+            _add_estimate(run, started.job.plan)
+        run.status(state, reason, code)  # type: ignore[arg-type]
+        run.event("end", state=state, reason=reason)
+        outcome_path(run, started.attempt).write_text(f"{code}\n")
+        _say(f"run {run.name} is {state}" + (f": {reason}" if reason else ""))
+        return code
+    finally:
+        with suppress(OSError):
+            run.release()
+
+
+def outcome(ends: Sequence[RankEnd], launcher_code: int, has_checkpoint: bool) -> tuple[int, str]:
+    """(exit code, reason) of one attempt from its ranks' records."""
+    codes = {e.exit_code for e in ends}
+    whole = bool(ends) and len(ends) == ends[0].world_size
+    if launcher_code == 0 and whole and codes == {0}:
+        return 0, ""
+    if whole and Interrupted.exit_code in codes and codes <= {0, Interrupted.exit_code}:
+        return Interrupted.exit_code, "stopped on request, state saved"
+    failed = [e for e in ends if e.exit_code not in (0, Interrupted.exit_code)]
+    if failed and {e.exit_code for e in failed} == {UsageError.exit_code} and not has_checkpoint:
+        return UsageError.exit_code, failed[0].reason
+    if not failed:
+        return 1, f"the launcher ended with exit code {launcher_code} and not all ranks told how they ended"
+    first = min(failed, key=lambda e: (e.echo, e.time))
+    return 1, f"rank {first.rank} on {first.host}: {first.reason or f'exit code {first.exit_code}'}"
+
+
+def _ends(run: RunFolder, attempt: str, launcher_code: int) -> list[RankEnd]:
+    """The records of all ranks, waited for where the launcher failed."""
+    deadline = time.monotonic() + LATE_SECONDS
+    while True:
+        ends = rank_ends(run, attempt)
+        if (ends and len(ends) == ends[0].world_size) or time.monotonic() > deadline:
+            return ends
+        if launcher_code < 0:  # killed: nobody is left to write
+            return ends
+        time.sleep(0.2)
+
+
+def _absolute(command: Sequence[str]) -> list[str]:
+    """`torchrun` is found beside the Python that runs this, so that a PATH cannot choose another one."""
+    if command[:1] == ["torchrun"]:
+        return [sys.executable, "-m", "torch.distributed.run", *command[1:]]
+    return list(command)
+
+
+def _say(text: str) -> None:
+    print(f"shardwise: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
