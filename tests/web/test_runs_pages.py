@@ -28,7 +28,8 @@ def get(site: Page, path: str, zipped: bool = False) -> tuple[int, bytes]:
 
 
 @pytest.mark.parametrize(
-    "path", ["/runs", "/runs/first", "/compare?run=first&run=second", "/start?from=first"]
+    "path",
+    ["/runs", "/runs/first", "/compare?run=first&run=second", "/start?from=first", "/plan?count=4", "/data"],
 )
 def test_every_page_has_a_json_twin(site: Page, path: str) -> None:
     way, _, question = path.partition("?")

@@ -3,16 +3,18 @@
 import asyncio
 import hmac
 from collections.abc import Awaitable, Callable
+from http import HTTPStatus
 from urllib.parse import parse_qs
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, UnknownNameError
 from shardwise.web.data_pages import DataPages
 from shardwise.web.guard import Access, Guard
 from shardwise.web.jobs import Jobs
@@ -35,8 +37,17 @@ def create_app(library: Library, access: Access) -> Starlette:
             *RunsPages(library, Jobs(library.folder)).routes(),
         ],
         middleware=[Middleware(Guard, access=access), Middleware(GZipMiddleware, minimum_size=2000)],
-        exception_handlers={ShardwiseError: problem},
+        exception_handlers={ShardwiseError: problem, HTTPException: _http_problem},
     )
+
+
+def _http_problem(request: Request, error: Exception) -> Response:
+    code = error.status_code if isinstance(error, HTTPException) else 500
+    if code == 404:
+        return problem(
+            request, UnknownNameError("there is no such page", f"nothing lies at {request.url.path[:200]}")
+        )
+    return PlainTextResponse(f"{HTTPStatus(code).phrase}\n", code)
 
 
 def _asset(request: Request) -> Response:

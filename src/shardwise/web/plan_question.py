@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
@@ -52,7 +53,11 @@ def read_controls(query: Mapping[str, str]) -> Controls:
     for key in query:
         if key not in known:
             raise unknown_name("control", key, known)
-    return Controls(**{key: value.strip()[:300] for key, value in query.items()})
+    given = {key: value.strip()[:300] for key, value in query.items()}
+    if given.get("gpu", ANY) != ANY:
+        with suppress(UsageError):  # an unknown one is told where the answer stands
+            given["gpu"] = find_gpu(given["gpu"]).name
+    return Controls(**given)
 
 
 @dataclass(frozen=True)

@@ -143,9 +143,9 @@ class RunsPages:
                 "nothing was started by this name", "the page may be a new one", "see /runs"
             )
         code, words = self.jobs.poll(name)
-        return Json(
-            {"exit_code": code, "said": words, "exists": any(r.name == name for r in self.library.runs())}
-        )
+        run = next((r for r in self.library.runs() if r.name == name), None)
+        state = run.state if run is not None else None
+        return Json({"exit_code": code, "said": words, "exists": run is not None, "state": state})
 
     def _run(self, request: Request) -> RunFolder:
         return self.library.run(request.path_params["name"])

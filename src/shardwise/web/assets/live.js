@@ -86,8 +86,13 @@ async function ask(path, sent) {
   part("resume")?.addEventListener("click", async () => {
     try {
       await ask(`${here}/resume`, {});
-      say("going on from the last checkpoint");
-      setTimeout(() => location.reload(), 3000);
+      say("starting again from the last checkpoint ...");
+      for (;;) {
+        await new Promise((done) => setTimeout(done, 700));
+        const told = await ask(`/start/${encodeURIComponent(name)}.json`);
+        if (told.state === "running") { location.reload(); return; }
+        if (told.exit_code !== null) throw new Error(told.said.trim().split("\n").slice(-4).join(" "));
+      }
     } catch (problem) { say(problem instanceof Error ? problem.message : String(problem)); }
   });
   follow();
