@@ -39,7 +39,7 @@ def finished(request, tmp_path_factory, tiny_model, chat_file, shardwise) -> tup
 
 
 def test_run_folder_holds_what_was_promised(finished) -> None:
-    method, run, _ = finished
+    _, run, _ = finished
     for name in ("recipe.yaml", "plan.json", "events.jsonl", "summary.json", "report.html", "status.json"):
         assert (run / name).is_file(), name
     decided = (run / "recipe.yaml").read_text().partition("\nlaunch:")[0]  # that section is decided at launch
@@ -102,7 +102,9 @@ def test_dry_run_starts_nothing(tmp_path: Path, tiny_model: Path, chat_file: Pat
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stopped_run_goes_on_to_the_same_weights(number, tmp_path, tiny_model, chat_file, shardwise) -> None:
+def test_a_stopped_run_goes_on_to_the_same_weights(
+    number, tmp_path, tiny_model, chat_file, shardwise
+) -> None:
     from safetensors.torch import load_file
 
     for name in ("whole", "stopped"):
