@@ -21,11 +21,28 @@ if TYPE_CHECKING:
 @click.option(
     "--resume", metavar="RUN", help="Continue this run (name, path or 'latest') from its newest checkpoint."
 )
+@click.option(
+    "--accept",
+    "accepted",
+    multiple=True,
+    metavar="FIELD",
+    help="With --resume: go on although FIELD has changed since the checkpoint, e.g. versions.torch.",
+)
 @click.option("--folder", default="runs", show_default=True, help="Where --resume looks for run folders.")
 def train(
-    recipe_path: Path | None, settings: tuple[str, ...], dry_run: bool, resume: str | None, folder: str
+    recipe_path: Path | None,
+    settings: tuple[str, ...],
+    dry_run: bool,
+    resume: str | None,
+    accepted: tuple[str, ...],
+    folder: str,
 ) -> None:
-    """Run RECIPE.yaml on this machine: plan, train, measure, report."""
+    """Run RECIPE.yaml on this machine: plan, train, measure, report.
+
+    A run that is resumed goes on from its newest good checkpoint, also with --set on other ranks or under
+    another engine. Exit codes: 0 done, 1 failed, 2 refused, 74 disk full, 75 stopped with its state saved.
+    """
+    from shardwise.launch.space import require_writable
     from shardwise.recipe import load_recipe, parse_recipe
     from shardwise.runs import open_run
 
@@ -34,21 +51,20 @@ def train(
     run = None
     if resume is not None:
         run = open_run(resume, folder)
-        if not run.checkpoints():
-            raise click.UsageError(f"run '{run.name}' has no complete checkpoint to resume from")
-        if settings:
-            raise click.UsageError(
-                "--set cannot change a run that is resumed: its recipe is part of its state"
-            )
-        recipe = parse_recipe(run.recipe_text(), str(run.recipe_path))
+        run.refuse_if_held()
+        require_writable(run.path)
+        recipe = parse_recipe(run.recipe_text(), str(run.recipe_path), settings)
     else:
         assert recipe_path is not None
+        if accepted:
+            raise click.UsageError("--accept goes with --resume")
         recipe = load_recipe(recipe_path, settings)
+        require_writable(Path(recipe.run.folder))
     job = decide_and_show(recipe)
     if dry_run:
         click.echo("dry run: nothing was started")
         return
-    run_and_report(job, run)
+    run_and_report(job, run, accepted)
 
 
 def decide_and_show(recipe: "Recipe") -> "Job":
@@ -71,7 +87,7 @@ def decide_and_show(recipe: "Recipe") -> "Job":
     return job
 
 
-def run_and_report(job: "Job", run: "RunFolder | None" = None) -> "RunFolder":
+def run_and_report(job: "Job", run: "RunFolder | None" = None, accepted: tuple[str, ...] = ()) -> "RunFolder":
     """Start the ranks; at the end print estimate against measurement and write report.html."""
     from rich.console import Console
 
@@ -82,7 +98,7 @@ def run_and_report(job: "Job", run: "RunFolder | None" = None) -> "RunFolder":
     from shardwise.report.run_view import view_run
     from shardwise.runs.jsonfile import write_text
 
-    done = execute(job, decided_json(job.plan), run)
+    done = execute(job, decided_json(job.plan), run, accepted)
     view: Any = view_run(done)
     write_text(done.report_path, run_html(view))
     print_run(Console(highlight=False), view)

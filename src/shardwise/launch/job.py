@@ -1,25 +1,42 @@
 """From a recipe to a finished run: check it, prepare its rows, decide it, start its ranks, write what came out."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shardwise.data import Order, Prepared, find_part, make_order, prepare
-from shardwise.errors import Interrupted, OutOfMemoryError, RunError, ShardwiseError, UsageError
+from shardwise.data.identity import rows_digest
+from shardwise.errors import (
+    DiskFullError,
+    Interrupted,
+    OutOfMemoryError,
+    RunError,
+    ShardwiseError,
+    UsageError,
+)
 from shardwise.facts.download import local_folder
 from shardwise.facts.machine import as_offer
 from shardwise.facts.model import ModelShape, read_model
+from shardwise.facts.versions import installed_versions
+from shardwise.facts.weights import weights_digest
 from shardwise.launch import operators
-from shardwise.launch.local import Failure, start
+from shardwise.launch.attempts import attempts, tell
+from shardwise.launch.local import Failure
+from shardwise.launch.space import require_space
 from shardwise.plan.model import DataFacts, Plan
 from shardwise.plan.resolve import resolve
 from shardwise.recipe import Recipe, dump_recipe
 from shardwise.recipe.schema import Source
 from shardwise.rules import check
 from shardwise.runs import RunFolder, create_run
+from shardwise.runs.changes import check as check_changes
+from shardwise.runs.changes import compare, facts
+from shardwise.runs.checkpoints import chosen, set_aside
+from shardwise.runs.checkpoints import facts_of as facts_at
+from shardwise.runs.jsonfile import write_text
 
 Progress = Callable[[str, int, int | None], None]
 COUNTED_STEPS = 1000  # of the first epoch, in which the micro-batch with most labels is looked for
@@ -114,35 +131,31 @@ def facts_of(prepared: Prepared, recipe: Recipe) -> DataFacts:
     )
 
 
-def execute(job: Job, plan_json: Mapping[str, Any], run: RunFolder | None = None) -> RunFolder:
-    """Start the ranks of a job and wait; with `run`, continue it from its newest checkpoint.
+def execute(
+    job: Job, plan_json: Mapping[str, Any], run: RunFolder | None = None, accepted: Sequence[str] = ()
+) -> RunFolder:
+    """Start the ranks of a job and wait; with `run`, continue it from its newest good checkpoint.
+
+    `accepted` names changes since that checkpoint that are wanted. Ranks that were killed or hung are started
+    again from the newest good checkpoint, `checkpoint.restarts` times in a row.
 
     The run folder holds the resolved recipe, the plan, events, checkpoints, the result and a summary. Raises
     RunError when a rank failed, Interrupted (exit 75) when the run stopped on request with its state saved.
     """
-    resume = run is not None
     environment = operators.ready(job.recipe, lambda text: print(text, file=sys.stderr, flush=True))
+    step: int | None = None
     if run is None:
+        require_space(job, Path(job.recipe.run.folder))
         kind = f"{Path(job.recipe.model.source).name.lower()}-{job.recipe.method}"
-        recipe = job.recipe.model_copy(
-            update={"model": job.recipe.model.model_copy(update={"source": str(job.folder.resolve())})}
+        text = dump_recipe(
+            _with_source(job), comment="the resolved recipe of this run: every default written out"
         )
-        text = dump_recipe(recipe, comment="the resolved recipe of this run: every default written out")
         run = create_run(Path(job.recipe.run.folder), job.recipe.run.name, text, plan_json, default_name=kind)
     else:
         run.acquire()
-        run.status("running")
-    processes = job.recipe.engine.processes
-    assert processes != "auto"
-    command = [
-        sys.executable,
-        "-m",
-        "shardwise.training.main",
-        str(run.path),
-        *(["--resume"] if resume else []),
-    ]
+        step = _go_on_from(run, job, accepted)
     try:
-        outcome = start(command, processes, run.logs_path, environment)
+        outcome = attempts(run, job.recipe, environment, step)
         return _finish(run, job, outcome.exit_code, outcome.failure)
     except BaseException as problem:
         if run.path.exists() and run.read_status().state == "running":
@@ -154,6 +167,49 @@ def execute(job: Job, plan_json: Mapping[str, Any], run: RunFolder | None = None
     finally:
         with suppress(OSError):
             run.release()
+
+
+def _with_source(job: Job) -> Recipe:
+    """The recipe with the model's folder as this machine knows it."""
+    model = job.recipe.model.model_copy(update={"source": str(job.folder.resolve())})
+    return job.recipe.model_copy(update={"model": model})
+
+
+def _go_on_from(run: RunFolder, job: Job, accepted: Sequence[str]) -> int:
+    """Verify the newest checkpoint, compare what made it with what is there now, and take the run up again.
+
+    Returns its step. Raises CheckpointError when none is good, UsageError for changes that are not accepted;
+    the run is as it was then.
+    """
+    try:
+        checkpoint, skipped = chosen(run)
+        recipe = _with_source(job)
+        now = facts(
+            recipe.model_dump(mode="json"),
+            rows_digest(job.prepared.train),
+            rows_digest(job.prepared.validation),
+            weights_digest(job.folder),
+            installed_versions(),
+        )
+        changes = compare(facts_at(checkpoint.path), now)
+        check_changes(changes, accepted, checkpoint.step)
+    except BaseException:
+        run.release()
+        raise
+    for one in skipped:
+        tell(run, f"{one.path.name} is not used: {one.reason}; going on from step {checkpoint.step}")
+        if one.path.name.removeprefix("step-").isdigit():
+            set_aside(one.path)
+    for change in changes:
+        tell(
+            run,
+            f"since step {checkpoint.step} {change}" + (" (accepted)" if change.field in accepted else ""),
+        )
+    if changes:
+        comment = f"the resolved recipe of this run, as it went on from step {checkpoint.step}"
+        write_text(run.recipe_path, dump_recipe(recipe, comment=comment))
+    run.status("running")
+    return checkpoint.step
 
 
 def _finish(run: RunFolder, job: Job, exit_code: int, failure: Failure | None) -> RunFolder:
@@ -179,7 +235,9 @@ def _finish(run: RunFolder, job: Job, exit_code: int, failure: Failure | None) -
     run.event("end", state="failed", reason=reason)
     kept = run.checkpoints()
     hint = f"continue with: shardwise train --resume {run.path}" if kept else f"read {run.logs_path}"
-    kind = OutOfMemoryError if failure and failure.out_of_memory else RunError
+    kind: type[RunError] = OutOfMemoryError if failure and failure.out_of_memory else RunError
+    if exit_code == DiskFullError.exit_code:
+        kind = DiskFullError
     raise kind(
         f"run {run.name} failed: {reason}", f"the log is {failure.log if failure else run.logs_path}", hint
     )

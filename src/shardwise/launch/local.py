@@ -20,9 +20,11 @@ from shardwise.errors import UsageError
 from shardwise.launch.memory import kernel_kills, resident_bytes
 from shardwise.launch.ports import choose_port
 from shardwise.launch.terminal import Channel, open_channel
+from shardwise.launch.watchdog import Hang, Watchdog
 from shardwise.units import format_bytes
 
 INTERRUPTED = 75  # exit code of a rank that stopped on request with its state saved
+DISK_FULL = 74  # exit code of ranks that had no room for a checkpoint
 SETTLE_SECONDS = 1.5  # after a death: time in which the others' own deaths and last words are gathered
 POLL_SECONDS = 0.05
 TAIL_LINES = 20
@@ -51,15 +53,17 @@ class Failure:
     out_of_memory: bool
     log: Path
     tail: tuple[str, ...]
+    hung: bool = False  # it lived and did not move; the launcher ended it
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """`exit_code`: 0 done, 1 failed, 2 refused before it started, 75 stopped on request with state saved."""
+    """`exit_code`: 0 done, 1 failed, 2 refused before it started, 74 disk full, 75 stopped, state saved."""
 
     exit_code: int
     failure: Failure | None
     peak_resident_bytes: tuple[int, ...]  # per rank, sampled
+    stop_asked: bool = False
 
 
 @dataclass
@@ -77,13 +81,17 @@ class _Watch:
     """State of one run as its launcher sees it."""
 
     ranks: list[_Rank]
+    dog: Watchdog
     stops_asked: int = 0
+    sent: set[int] = field(default_factory=set)  # signals passed on
     killed_by_us: set[int] = field(default_factory=set)
+    hang: Hang | None = None
 
     def alive(self) -> list[_Rank]:
         return [r for r in self.ranks if r.ended_at is None]
 
     def send(self, number: int) -> None:
+        self.sent.add(number)
         for rank in self.alive():
             with suppress(ProcessLookupError):
                 rank.process.send_signal(number)
@@ -120,7 +128,7 @@ def start(
     given = {**os.environ, **(environment or {})}
     port = choose_port(given.get("MASTER_PORT"))
     kills_before = kernel_kills()
-    watch = _Watch([])
+    watch = _Watch([], Watchdog.start(logs, processes))
     previous = _install(watch)
     try:
         for number in range(processes):
@@ -177,9 +185,12 @@ def _spawn(
 
 
 def _install(watch: _Watch) -> dict[int, object]:
-    """Take SIGINT and SIGTERM; returns what stood there before."""
+    """Take SIGINT, SIGTERM and SIGUSR1 (a scheduler's warning); returns what stood there before."""
 
     def on_signal(number: int, _: FrameType | None) -> None:
+        if number == signal.SIGUSR1:
+            watch.send(number)
+            return
         watch.stops_asked += 1
         if watch.stops_asked == 1:
             watch.send(number)
@@ -187,7 +198,7 @@ def _install(watch: _Watch) -> dict[int, object]:
             watch.kill()
 
     previous: dict[int, object] = {}
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         with suppress(ValueError):  # not the main thread: whoever owns it handles signals
             previous[number] = signal.signal(number, on_signal)
     return previous
@@ -222,12 +233,31 @@ def _wait(watch: _Watch) -> None:
                 end_at = min(end_at, now + SETTLE_SECONDS)
         if sample:
             next_sample = now + 0.5
+            _look_for_hang(watch)
         if now >= end_at:
             watch.kill()
 
 
+def _look_for_hang(watch: _Watch) -> None:
+    """Tell a hang with every rank's stacks; end the ranks when there is no hope."""
+    hang = watch.dog.look({r.number: r.process.pid for r in watch.alive()})
+    if hang is None:
+        return
+    if watch.hang is None or watch.hang.reason != hang.reason:
+        print(f"warning: {hang.reason}\n{hang.stacks}", file=sys.stderr, flush=True)
+    if hang.sure:
+        watch.hang = hang
+        watch.kill()
+
+
 def _outcome(watch: _Watch, kills_before: int) -> Outcome:
     peaks = tuple(r.peak_resident_bytes for r in watch.ranks)
+    asked = bool(watch.sent)
+    if watch.hang is not None:
+        rank = watch.ranks[watch.hang.stuck[0]]
+        tail = tuple(_tail(rank.log_path))
+        failure = Failure(rank.number, watch.hang.reason, None, None, False, rank.log_path, tail, hung=True)
+        return Outcome(1, failure, peaks, asked)
     failed = [
         r
         for r in watch.ranks
@@ -236,14 +266,18 @@ def _outcome(watch: _Watch, kills_before: int) -> Outcome:
     if not failed and watch.killed_by_us:
         rank = watch.ranks[min(watch.killed_by_us)]
         reason = "ended at once on a second request to stop; nothing was saved by it"
-        return Outcome(1, Failure(rank.number, reason, None, "SIGKILL", False, rank.log_path, ()), peaks)
+        failure = Failure(rank.number, reason, None, "SIGKILL", False, rank.log_path, ())
+        return Outcome(1, failure, peaks, asked)
     if not failed:
         codes = {r.process.returncode for r in watch.ranks}
-        return Outcome(INTERRUPTED if INTERRUPTED in codes else 0, None, peaks)
+        return Outcome(INTERRUPTED if INTERRUPTED in codes else 0, None, peaks, asked)
+    if all(-r.process.returncode in watch.sent for r in failed):  # before they could listen: nothing to save
+        return Outcome(INTERRUPTED, None, peaks, asked)
     failure = _describe(min(failed, key=_guilt), kernel_kills() > kills_before, peaks)
     # 2 means that nothing was started: only when every rank that spoke for itself says so
     refused = all(r.process.returncode == 2 for r in failed)
-    return Outcome(2 if refused else 1, failure, peaks)
+    code = 2 if refused else DISK_FULL if failure.exit_code == DISK_FULL else 1
+    return Outcome(code, failure, peaks, asked)
 
 
 def _guilt(rank: _Rank) -> tuple[bool, bool, float, int]:

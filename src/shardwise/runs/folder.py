@@ -66,6 +66,10 @@ class RunFolder:
         """Take the folder for this process; a new run has it. Raises UsageError naming a live holder."""
         lock.acquire(self.lock_path)
 
+    def refuse_if_held(self) -> None:
+        """Raise UsageError naming the live process at work here, before any work is done for nothing."""
+        lock.refuse_if_held(self.lock_path)
+
     def release(self) -> None:
         """Give the folder back and close its files; nothing happens where another process holds it."""
         if self._events_file is not None:

@@ -72,20 +72,25 @@ def acquire(path: Path) -> Holder:
     try:
         with suppress(OSError):  # file systems without flock: the check below still holds but for a moment
             fcntl.flock(guard, fcntl.LOCK_EX)
-        other = holder(path)
-        if other and other.alive() and not _is_me(other):
-            raise UsageError(
-                f"run '{path.parent.name}' is in use",
-                f"{other} has been at work in '{path.parent}' since {_clock(other.since_unix_seconds)}",
-                "wait for it, stop it, or give this run another name with --set run.name=NAME"
-                if other.here
-                else f"if that process is gone, delete '{path}'",
-            )
+        refuse_if_held(path)
         me = Holder(os.getpid(), socket.gethostname(), _process(os.getpid())[0], time.time())
         write_json(path, me.__dict__)
         return me
     finally:
         os.close(guard)
+
+
+def refuse_if_held(path: Path) -> None:
+    """Raise UsageError naming a holder that is alive and is not this process."""
+    other = holder(path)
+    if other and other.alive() and not _is_me(other):
+        raise UsageError(
+            f"run '{path.parent.name}' is in use",
+            f"{other} has been at work in '{path.parent}' since {_clock(other.since_unix_seconds)}",
+            "wait for it, stop it, or give this run another name with --set run.name=NAME"
+            if other.here
+            else f"if that process is gone, delete '{path}'",
+        )
 
 
 def release(path: Path) -> None:

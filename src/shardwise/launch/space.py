@@ -1,0 +1,71 @@
+"""Is there room on the disk for what a run will leave there? Asked before the run."""
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwise.errors import UsageError
+from shardwise.estimate.memory.states import OPTIMIZER_STATES, counts
+from shardwise.recipe import Recipe
+from shardwise.units import format_bytes
+
+if TYPE_CHECKING:
+    from shardwise.launch.job import Job
+
+
+def checkpoint_bytes(trainable_parameters: int, recipe: Recipe) -> int:
+    """Size of one checkpoint: weights in the precision the optimizer keeps, and its states."""
+    low = recipe.training.precision == "bf16" and not recipe.optimizer.master_weights
+    weights = 2 if low else 4
+    states = OPTIMIZER_STATES[recipe.optimizer.name] * (
+        0.5 if low and recipe.optimizer.name == "adamw" else 1.0
+    )
+    return int(trainable_parameters * (weights + states))
+
+
+def require_space(job: "Job", folder: Path) -> None:
+    """Raise UsageError when `folder`'s disk has no room for the checkpoints that exist at one time and the result.
+
+    At the peak there are `keep` of the latest, the best one, and one being written.
+    """
+    recipe = job.recipe
+    every = recipe.checkpoint.every_steps
+    steps = job.plan.steps
+    saves = max(1, -(-steps // every)) if isinstance(every, int) and every and steps else 1
+    count = min(saves, recipe.checkpoint.keep + 1) + (1 if saves > 1 else 0)
+    lora = recipe.lora
+    trained = counts(job.shape, recipe.method, lora.rank, lora.targets, lora.dora, experts=False).trained
+    each = checkpoint_bytes(trained, recipe)
+    result = trained * (2 if recipe.training.precision == "bf16" else 4)
+    needed = count * each + result
+    where = existing(folder)
+    free = shutil.disk_usage(where).free
+    if free < needed:
+        raise UsageError(
+            f"the run needs {format_bytes(needed)} in '{folder}', {format_bytes(free)} are free",
+            f"{count} checkpoints of {format_bytes(each)} at a time, and the result",
+            "make room, choose another disk with --set run.folder=PATH, or set checkpoint.keep: 1 and "
+            "checkpoint.every_steps: 0",
+        )
+
+
+def require_writable(folder: Path) -> None:
+    """Raise UsageError when nothing can be written in `folder`; costs one small file, for a moment."""
+    where = existing(folder)
+    try:
+        with tempfile.NamedTemporaryFile(dir=where, prefix=".shardwise-") as file:
+            file.write(b"1")
+            file.flush()
+    except OSError as problem:
+        raise UsageError(
+            f"nothing can be written in '{where}'",
+            problem.strerror or str(problem),
+            "choose another place with --set run.folder=PATH",
+        ) from None
+
+
+def existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    folder = folder.absolute()
+    return next(p for p in (folder, *folder.parents) if p.exists())

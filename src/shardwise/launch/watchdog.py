@@ -1,0 +1,129 @@
+"""Ranks that live but do not move: found by their missing beats, asked for their stacks, the stuck one named."""
+
+import os
+import signal
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.runs.heartbeat import Beat, heartbeat_path, read_beat, stacks_path
+
+STACK_SECONDS = 1.0  # for the ranks to write their stacks
+# Frames that show a rank waiting for the others rather than being waited for.
+_WAITING = ("distributed_c10d.py", "torch/distributed/", "deepspeed/comm/")
+
+
+@dataclass(frozen=True)
+class Hang:
+    """`stuck`: ranks that the others wait for. `sure`: there is no use in waiting (the process is stopped)."""
+
+    stuck: tuple[int, ...]
+    reason: str
+    stacks: str
+    sure: bool
+
+
+@dataclass
+class Watchdog:
+    """Looks at the beats of one start of the ranks."""
+
+    logs: Path
+    began_seconds: float
+    reported: Hang | None = None
+    _silent_since: float = 0.0
+
+    @classmethod
+    def start(cls, logs: Path, ranks: int) -> "Watchdog":
+        for rank in range(ranks):  # beats of an earlier start would look like silence
+            for path in (heartbeat_path(logs, rank), stacks_path(logs, rank)):
+                path.unlink(missing_ok=True)
+        return cls(logs, time.monotonic())
+
+    def look(self, pids: Mapping[int, int]) -> Hang | None:
+        """A hang that is new or has become hopeless, else None. `pids`: rank -> process, of those alive.
+
+        The first time a rank is overdue, stacks are collected and told, which disturbs nothing. The ranks
+        are given up (`sure`) when one is stopped, or when as much time again passes without a beat.
+        """
+        now = time.monotonic()
+        beats = {rank: b for rank in pids if (b := read_beat(heartbeat_path(self.logs, rank))) is not None}
+        if not beats:
+            return None
+        overdue = {r: b for r, b in beats.items() if b.overdue_seconds(now) > 0}
+        if not overdue:
+            self.reported = None
+            return None
+        newest = max(b.time_seconds for b in beats.values())
+        if self.reported is not None and newest == self._silent_since:
+            limit = min(b.limit_seconds for b in overdue.values())
+            return _hopeless(self.reported) if now - newest > 2 * limit else None
+        if self.reported is not None:
+            return None  # some rank has moved since: a slow phase, not a hang
+        stopped = [r for r in pids if _state(pids[r]) in ("T", "t")]
+        stacks = _stacks(self.logs, {r: pids[r] for r in beats}, stopped)
+        stuck = stopped or _behind(beats, stacks)
+        self.reported = _hang(stuck, beats, stacks, bool(stopped), now)
+        self._silent_since = newest
+        return self.reported
+
+
+def _hang(
+    stuck: list[int], beats: Mapping[int, Beat], stacks: Mapping[int, str], stopped: bool, now: float
+) -> Hang:
+    names = "rank " + str(stuck[0]) if len(stuck) == 1 else "ranks " + ", ".join(map(str, stuck))
+    beat = beats.get(stuck[0]) or next(iter(beats.values()))
+    state = "is stopped (SIGSTOP)" if stopped else "hangs"
+    reason = f"{names} {state}: no sign of life for {now - beat.time_seconds:.1f} s since {beat}"
+    text = "\n".join(
+        f"--- rank {rank}{' (stuck)' if rank in stuck else ''}, last seen at {beats[rank]}\n{stacks[rank].rstrip()}"
+        for rank in sorted(stacks)
+    )
+    return Hang(tuple(stuck), reason, text, sure=stopped)
+
+
+def _hopeless(hang: Hang) -> Hang:
+    return Hang(hang.stuck, hang.reason, hang.stacks, sure=True)
+
+
+def _behind(beats: Mapping[int, Beat], stacks: Mapping[int, str]) -> list[int]:
+    """The ranks that have come least far; among those, the ones that are not waiting in a collective."""
+    least = min(b.count for b in beats.values())
+    behind = [r for r, b in beats.items() if b.count == least]
+    working = [r for r in behind if not any(w in _main_thread(stacks.get(r, "")) for w in _WAITING)]
+    return sorted(working or behind)
+
+
+def _main_thread(stacks: str) -> str:
+    """The main thread comes last in faulthandler's list."""
+    return stacks.rpartition("Thread 0x")[2] or stacks
+
+
+def _stacks(logs: Path, pids: Mapping[int, int], stopped: list[int]) -> dict[int, str]:
+    """Every rank's Python stacks, written by itself on SIGUSR2; a stopped process writes them as it goes on."""
+    sizes = {}
+    for rank, pid in pids.items():
+        path = stacks_path(logs, rank)
+        sizes[rank] = path.stat().st_size if path.exists() else None
+        if sizes[rank] is None:  # it has not got so far as to listen: the signal would end it
+            continue
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR2)
+            if rank in stopped:
+                os.kill(pid, signal.SIGCONT)
+    time.sleep(STACK_SECONDS)
+    found = {}
+    for rank in pids:
+        size = sizes[rank]
+        text = stacks_path(logs, rank).read_text(errors="replace")[size:] if size is not None else ""
+        found[rank] = text or "(it wrote no stack)"
+    return found
+
+
+def _state(pid: int) -> str:
+    """R, S, D, T (stopped), Z ... from /proc; empty elsewhere."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
