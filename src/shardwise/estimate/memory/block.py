@@ -50,6 +50,7 @@ class Block:
     layer_norm: bool
     head_norms: bool
     norm_in_fp32: bool
+    silu: bool
     parallel: bool
     experts: int
     experts_per_token: int
@@ -102,6 +103,7 @@ def block_of(shape: ModelShape, method: str, rank: int, targets: str | tuple[str
         layer_norm=any(t.kind == "bias" and ("norm" in t.name or ".ln_" in t.name) for t in shape.tensors),
         head_norms=any(t.kind == "norm" and t.shape == (shape.head_dim,) for t in block_norms),
         norm_in_fp32=shape.model_type.startswith("gemma"),
+        silu=not shape.model_type.startswith(("gemma", "phi3", "glm")),
         parallel=len(hidden) == 1 or shape.model_type in ("gpt_neox", "falcon", "phi"),
         experts=shape.num_experts if experts else 0,
         experts_per_token=shape.experts_per_token,
@@ -135,9 +137,11 @@ class Forward:
         tokens: int,
         attention: str,
         sequence: int,
+        on_cpu: bool,
     ) -> None:
         self.sheet, self.block, self.trainer, self.w = sheet, block, trainer, widths
         self.tokens, self.attention, self.sequence = tokens, attention, sequence
+        self.on_cpu = on_cpu
         self.layer_name = ""
 
     # Single operations
@@ -145,6 +149,8 @@ class Forward:
     def linear(self, x: Paper, m: Matrix) -> Paper:
         """x @ W.T (+ b), and the adapter's low-rank update where there is one."""
         sheet, w, tokens = self.sheet, self.w, self.tokens
+        if m.rank and self.trainer.kernels and w.adapter == w.compute:
+            return self._adapted(x, m)
         cast = x.bytes != tokens * m.inputs * w.compute
         source = sheet.op(tokens * m.inputs * w.compute, [x]) if cast else x
         weights = [(f"{self.layer_name}{m.name}", m.size * w.weight)] if m.trained else []
@@ -159,6 +165,46 @@ class Forward:
         if cast:
             sheet.drop(source)
         return self._adapter(x, base, m) if m.rank else base
+
+    def _adapted(self, x: Paper, m: Matrix) -> Paper:
+        """Our kernel: y = x W' + s (x A') B' in one buffer; keeps x and x A'."""
+        sheet, name, c = self.sheet, f"{self.layer_name}{m.name}", self.w.compute
+        stored = self.w.adapter_stored
+        down = sheet.new(self.tokens * m.rank * c)
+        whole = m.size * c if m.quantised else 0
+        y = sheet.op(
+            self.tokens * m.outputs * c,
+            [x],
+            [x, down],
+            weights=[(name + ".A", m.inputs * m.rank * stored), (name + ".B", m.outputs * m.rank * stored)],
+            scratch=whole,
+            backward_scratch=whole,
+        )
+        sheet.drop(down)
+        return y
+
+    def _gated(self, gate: Paper, up: Paper, m: Matrix) -> Paper:
+        """Our kernel: (silu(gate) * up) W'; the product is made again in the backward."""
+        sheet, c, name = self.sheet, self.w.compute, f"{self.layer_name}{m.name}"
+        if m.quantised:
+            product = sheet.op(gate.bytes, [gate, up], [gate, up])
+            y = self.linear(product, m)
+            sheet.drop(product)
+            return y
+        weights = [(name, m.size * self.w.weight)] if m.trained else []
+        saved, down = [gate, up], None
+        if m.rank:
+            stored = self.w.adapter_stored
+            down = sheet.new(self.tokens * m.rank * c)
+            saved.append(down)
+            weights = [(name + ".A", m.inputs * m.rank * stored), (name + ".B", m.outputs * m.rank * stored)]
+        y = sheet.op(
+            self.tokens * m.outputs * c, [gate, up], saved,
+            weights=weights, scratch=gate.bytes, backward_scratch=gate.bytes,
+        )  # fmt: skip
+        if down is not None:
+            sheet.drop(down)
+        return y
 
     def _adapter(self, x: Paper, base: Paper, m: Matrix) -> Paper:
         """PEFT's LoRA: base + B(A(x)) * scale; with fp32 adapters the input is cast up for each of them."""
@@ -201,7 +247,8 @@ class Forward:
         sheet, block = self.sheet, self.block
         trained = [(f"{self.layer_name}{name}", width * self.w.weight)] if block.trained else []
         full, out = rows * width * 4, rows * width * (x.bytes // (rows * width))
-        if block.layer_norm or self.trainer.norm == "fused" or self.trainer.compiled:
+        kernel = self.trainer.kernels and not block.norm_in_fp32
+        if block.layer_norm or self.trainer.norm == "fused" or self.trainer.compiled or kernel:
             stats = sheet.new(rows * (8 if block.layer_norm else 4))
             y = sheet.op(out, [x], [x, stats], weights=trained)
             sheet.drop(stats)
@@ -233,6 +280,9 @@ class Forward:
         size = tokens * b.heads * b.head_dim * self.w.compute
         if self.attention == "eager":
             return self._attend_written_out(q, k, v)
+        if self.on_cpu and self.trainer.kernels:
+            block = b.heads * min(128, self.sequence) * self.sequence * self.w.compute
+            return sheet.op(size, [q, k, v], [q, k, v], scratch=2 * block, backward_early=3 * block)
         lse = sheet.new(tokens * b.heads * 4)
         out = sheet.op(size, [q, k, v], [q, k, v, lse], save_output=True)
         sheet.drop(lse)
@@ -318,6 +368,11 @@ class Forward:
             gate = self.linear(x, b.mlp_in[0])
             width = tokens * b.mlp_out.inputs * c
             fused = len(b.mlp_in) == 1
+            if self.trainer.kernels and b.silu and not fused:
+                up = self.linear(x, b.mlp_in[1])
+                out = self._gated(gate, up, b.mlp_out)
+                sheet.drop(gate, up)
+                return out
             act = sheet.op(width, [gate], [gate])
             if not fused and not self.trainer.compiled:
                 sheet.drop(gate)  # transformers writes act(gate(x)) * up(x): gate is gone before up is made

@@ -18,6 +18,7 @@ from shardwise.estimate.memory.terms import PHASES, TERMS, MemoryEstimate, Memor
 from shardwise.estimate.memory.trainer import OURS, OURS_FULL_LOSS, Trainer
 from shardwise.estimate.stack import Stack
 from shardwise.facts.model import ModelShape
+from shardwise.units import format_bytes
 
 # Families whose blocks are like those the paper step is compared with in the tests; others get a wider range.
 PROVEN = frozenset(
@@ -36,6 +37,9 @@ PROVEN = frozenset(
     )
 )
 NARROW, WIDE = 0.03, 0.15
+# Shares of the peak from which a note suggests something smaller, and the usual bound of routers' load balancing
+# (capacity factor 1.25 of Switch Transformers, arXiv 2101.03961, section 2.2).
+LOGITS_SHARE, BUFFERS_SHARE, IMBALANCE = 0.2, 0.2, 1.25
 
 
 def estimate_memory(shape: ModelShape, stack: Stack, trainer: Trainer | None = None) -> MemoryEstimate:
@@ -67,7 +71,35 @@ def estimate_memory(shape: ModelShape, stack: Stack, trainer: Trainer | None = N
         low_bytes=int(allocated * (1 - spread)),
         high_bytes=int(allocated * (1 + spread)),
         source="formula",
+        notes=_notes(shape, stack, sheet, phases, trainer),
     )
+
+
+def _notes(
+    shape: ModelShape, stack: Stack, sheet: Sheet, phases: dict[str, int], trainer: Trainer
+) -> tuple[str, ...]:
+    """What a reader should know about this estimate, and what would make it smaller."""
+    notes = []
+    logits = max(sheet.at_peak.get(p, {}).get("loss", 0) for p in ("loss", "backward"))
+    if trainer.loss == "full" and logits > LOGITS_SHARE * max(phases.values()):
+        notes.append(
+            f"logits of {shape.vocab_size:,} words take {format_bytes(logits)}: "
+            "training.loss: chunked never holds them all"
+        )
+    if shape.is_moe:
+        notes.append(
+            f"{shape.experts_per_token} of {shape.num_experts} experts per token, evenly filled; if one is filled "
+            f"{IMBALANCE:g} times as much, its activations grow by as much"
+        )
+    if stack.sharding in ("zero1", "zero2", "zero3"):
+        bucket = around(shape, stack, trainer)
+        buffers = bucket.constant + bucket.bucket
+        if buffers > BUFFERS_SHARE * max(phases.values()):
+            notes.append(
+                f"{stack.sharding}'s buffers take {format_bytes(buffers)}: smaller buckets "
+                "(engine.deepspeed.reduce_bucket_size) or a lower stage need less"
+            )
+    return tuple(notes)
 
 
 def reserved_without_expandable_segments(
@@ -132,7 +164,7 @@ def around(shape: ModelShape, stack: Stack, trainer: Trainer) -> Around:
     c = 2 if stack.precision == "bf16" else 4
     n, n_ranks = stack.dp_shard, stack.world_size
     layer = shape.layer_parameters
-    trained_layer = _trained_layer(shape, stack)
+    trained_layer, trained_all = _trained_layer(shape, stack), _trained(shape, stack)
     root = shape.total_parameters - layer * shape.num_hidden_layers - shape.vision_parameters
     root_trained = root if stack.method == "full" else 0
     match stack.sharding:
@@ -158,17 +190,20 @@ def around(shape: ModelShape, stack: Stack, trainer: Trainer) -> Around:
                 root_reduced=reduced * root_trained,
             )
         case "zero3":
-            live = min(stack.max_live_parameters, 2 * layer + root)
-            bucket = min(stack.reduce_bucket_size, _trained(shape, stack))
-            return Around(
-                constant=c * live + 2 * c * bucket + c * min(stack.prefetch_bucket_size, layer),
-                reduced=0,
-                shard=4 * trained_layer // n,
-            )
+            # Flat buffers: the reduction bucket in fp32 and the gradient shards; and gathered weights, which stay
+            # while they are within max_live_parameters.
+            live = min(stack.max_live_parameters, shape.total_parameters) if n > 1 else 0
+            bucket = min(stack.reduce_bucket_size, trained_all)
+            flat = 4 * bucket + c * trained_all // n
+            return Around(constant=c * live + flat, shard=0)
         case "zero1" | "zero2":
-            bucket = min(stack.reduce_bucket_size, _trained(shape, stack))
-            shard = c * trained_layer // n if stack.sharding == "zero2" else None
-            return Around(constant=2 * c * bucket, shard=shard)
+            # Gradients go through a bucket (two when communication overlaps) into this rank's part.
+            bucket = min(stack.reduce_bucket_size, trained_all) * (2 if n > 1 else 1)
+            return Around(
+                bucket=c * bucket,
+                shard=c * trained_layer // n,
+                root_shard=c * root_trained // n,
+            )
     return Around()
 
 
@@ -204,7 +239,9 @@ def _step(sheet: Sheet, states: Held, stack: Stack, trainer: Trainer) -> dict[st
     state = temporaries * (trainer.state_bytes / 4 if trainer.whole_step else 1) * elements
     # Our updater turns one bucket of bf16 gradients into fp32 at a time: +4 for the copy, -2 for what it replaces.
     copied = 0
-    if states.masters and stack.sharding in ("single", "ddp") and stack.gradient_accumulation_steps == 1:
+    if stack.sharding in ("zero1", "zero2", "zero3"):
+        copied = 4 * elements  # this rank's gradients in fp32, all at once
+    elif states.masters and stack.sharding in ("single", "ddp") and stack.gradient_accumulation_steps == 1:
         copied = (2 if stack.sharding == "single" else 4) * elements
     return {
         "gradients": sheet.terms["gradients"] + copied,

@@ -19,7 +19,8 @@ class Around:
     kept: gathered layers stay whole until their backward. copying: a gather's buffer while it is copied out.
     reduced: a layer's gradients while they are reduced. shard: a layer's reduced gradients that stay;
     None: gradients stay as they are. root: gathered embedding and head, all through forward and backward.
-    reducing: alive for a moment whenever gradients are reduced. constant: buffers that live all the time.
+    reducing: alive for a moment whenever gradients are reduced. bucket: a buffer of
+    the backward pass. constant: buffers that live all the time.
     """
 
     gathered: int = 0
@@ -32,6 +33,7 @@ class Around:
     root_shard: int = 0
     root_reduced: int = 0
     reducing: int = 0
+    bucket: int = 0
     constant: int = 0
 
 
@@ -74,7 +76,7 @@ class _Segment:
 def play(q: Question, sheet: Sheet | None = None) -> Sheet:
     """The sheet after forward, loss and backward; the step is added by the caller, who knows the states."""
     sheet = sheet or Sheet()
-    forward = Forward(sheet, q.block, q.trainer, q.widths, q.tokens, q.attention, q.sequence)
+    forward = Forward(sheet, q.block, q.trainer, q.widths, q.tokens, q.attention, q.sequence, q.on_cpu)
     around = q.around
     sheet.add(around.constant + around.root, "engine")
     sheet.add(32 * q.tokens, "inputs")  # ids, positions, labels, indices: 4 x int64
@@ -91,6 +93,7 @@ def play(q: Question, sheet: Sheet | None = None) -> Sheet:
     h = segments[-1].exit
     logits = _loss(sheet, forward, q, h)
     sheet.enter("backward")
+    sheet.add(around.bucket, "engine")
     _layers_backward(sheet, forward, q, segments, between)
     if trained:
         sheet.flash(table, "gradients" if not q.hook_takes_gradients else "temporaries")
@@ -102,6 +105,7 @@ def play(q: Question, sheet: Sheet | None = None) -> Sheet:
         sheet.flash(around.root_reduced, "engine")
         sheet.remove(whole, "gradients")
         sheet.add(0 if q.kept_gradients else around.root_shard, "gradients")
+    sheet.remove(around.bucket, "engine")
     if logits is not None:
         sheet.drop(logits)
     sheet.drop(rotary)
@@ -243,17 +247,16 @@ def _head(sheet: Sheet, q: Question, x: Paper, start: int) -> Paper | None:
     weights = [(name, table * q.widths.weight)] if trained else []
     kept: Paper | None = None
     labelled = q.labelled if q.trainer.loss == "fused" else tokens
-    chunk = q.trainer.loss_tokens(labelled, v) * v
+    chunk = q.trainer.loss_tokens(labelled, v, q.on_cpu) * v
     if q.trainer.loss == "fused":
         picked = sheet.op(labelled * q.block.hidden * c, [x])
         sheet.drop(x)
         grad = sheet.new(picked.bytes, "loss")
         summed = sheet.new(4 * table if trained else 0, "loss")
-        # per logit: 4 B and logsumexp's 4 B scratch (which a CPU log does not see); then 4 + 2 for the gradient
-        widest = 8 if not q.on_cpu else (c + 4 if c < 4 else 4)
-        sheet.flash(chunk * (widest + (8 if q.softcap else 0)), "loss")
-        if trained:
-            sheet.flash(chunk * (4 + c if c < 4 else 4) + table * c, "loss")
+        # Two buffers of a chunk, made once: logits as the product gives them, and in fp32; the softcap's slope
+        # and its square come on top.
+        buffers = chunk * ((c + 4 if c < 4 else 4) + (8 if q.softcap else 0))
+        sheet.flash(buffers + (table * c if trained else 0), "loss")
         root = sheet.op(4, [picked])
         sheet.drop(picked)
         sheet.enter("backward")

@@ -84,7 +84,7 @@ def program_of(text: Mapping[str, str], family: str) -> Trainer:
         if family in LOSS_IN_16_BITS:  # autocast computes losses in fp32, and the shift copies the logits
             pure = precision in ("bf16-pure", "bf16-true")
             trainer = replace(trainer, loss_bytes=2 if pure else 4, picks_logits=not pure)
-    quant, compiled = text.get("quant", ""), text.get("compile") == "yes"
+    quant, compiled = text.get("quant", ""), text.get("compile", "no") != "no"
     trainer = replace(
         trainer,
         compiled=compiled,
@@ -153,8 +153,6 @@ def _declined(text: Mapping[str, str], shape: ModelShape | None) -> str:
             return f"{name} parallelism is not estimated"
     if re.search("nvfp", text.get("precision", "")):
         return f"precision {text['precision']} is not estimated"
-    if "thunder" in text.get("compile", ""):
-        return "another compiler (Thunder) is not estimated"
     if text.get("seq_kind", "").startswith("padded mean"):
         return "the row gives the mean length of its batches, and the longest sets the peak"
     return ""

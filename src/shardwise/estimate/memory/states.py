@@ -113,6 +113,8 @@ def held(shape: ModelShape, stack: Stack, trainer: Trainer) -> Held:
         else:
             host += moved
     mine = n.trained / state_shards
+    at_once = trainer.whole_step or stack.sharding in ("zero1", "zero2", "zero3")
+    updated = mine if at_once else min(mine, max(OUR_BUCKET_ELEMENTS, n.largest / state_shards))
     words = {
         "weights": _weights_words(n, stack, frozen_bytes, four, adapter, weight_shards),
         "master_weights": f"4 B x {n.trained:,} trained parameters / {state_shards}",
@@ -122,7 +124,7 @@ def held(shape: ModelShape, stack: Stack, trainer: Trainer) -> Held:
     }
     return Held(
         int(weights), int(masters), int(states), int(gradients), int(host), int(nvme),
-        int(mine if trainer.whole_step else min(mine, max(OUR_BUCKET_ELEMENTS, n.largest / state_shards))),
+        int(updated),
         words,
     )  # fmt: skip
 

@@ -63,7 +63,10 @@ class Trainer:
       torch.compile of every layer: norms are one kernel, activation functions are made again.
     offloads_activations
       inputs of checkpointed layers wait in host memory.
-    bucket_logits, chunk_tokens, chunks
+    kernels
+      our own autograd functions (training/kernels): norms keep their input, adapters nothing twice, a gated
+      MLP gate and up only, attention on the CPU neither output nor probabilities.
+    bucket_logits, chunk_tokens, chunks (of bucket_logits a quarter on CPUs)
       size of one chunk of the loss: logits (elements), or tokens, or a share of all tokens; the first not 0.
     """
 
@@ -98,14 +101,16 @@ class Trainer:
     unties: bool = False
     selective_products: bool = False
     compiled: bool = False
+    kernels: bool = False
     offloads_activations: bool = False
 
-    def loss_tokens(self, tokens: int, vocabulary: int) -> int:
+    def loss_tokens(self, tokens: int, vocabulary: int, on_cpu: bool = False) -> int:
         """Tokens whose logits go through the loss at a time."""
         if self.chunks:
             return -(-tokens // self.chunks)
-        return min(tokens, self.chunk_tokens or max(16, self.bucket_logits // vocabulary))
+        logits = self.bucket_logits // 4 if on_cpu else self.bucket_logits
+        return min(tokens, self.chunk_tokens or max(16, logits // vocabulary))
 
 
-OURS = Trainer(splits_documents=True)
-OURS_FULL_LOSS = Trainer(splits_documents=True, loss="full", picks_logits=True)
+OURS = Trainer(splits_documents=True, kernels=True)
+OURS_FULL_LOSS = Trainer(splits_documents=True, kernels=True, loss="full", picks_logits=True)

@@ -14,6 +14,7 @@ from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.recipe.schema import Recipe
+from shardwise.training import attention, loss
 from shardwise.training.model import LossModel, ModelFolder, prepare_for_training
 from shardwise.training.trace.storages import StorageLog
 
@@ -40,6 +41,9 @@ def fakes(device: str) -> Iterator[FakeTensorMode]:
     with ExitStack() as stack:
         if device == "cuda":
             stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", _flash))
+            # The fakes' device says cpu, where attention would go through products of our own.
+            stack.enter_context(mock.patch.object(loss, "CHUNK_LOGITS_CPU", loss.CHUNK_LOGITS))
+            stack.enter_context(mock.patch.object(attention, "_is_plain", lambda *_: False))
         multithreaded = torch.autograd.is_multithreading_enabled()
         torch.autograd.set_multithreading_enabled(False)
         stack.callback(torch.autograd.set_multithreading_enabled, multithreaded)
@@ -91,7 +95,7 @@ def build_fake(recipe: Recipe, folder: ModelFolder) -> LossModel:
                     parameter.data = parameter.data.to(folder.dtype)
         module = prepare_for_training(model, recipe)
     fill(module)
-    module.to = lambda *_, **__: module  # type: ignore[method-assign,assignment]  # fakes cannot be swapped
+    module.to = lambda *_, **__: module  # fakes cannot be swapped
     return module
 
 
@@ -115,7 +119,7 @@ def fill(module: nn.Module) -> None:
                     continue
                 if id(tensor) not in made:
                     made[id(tensor)] = _filled(tensor)
-                table[name] = made[id(tensor)]  # type: ignore[assignment]
+                table[name] = made[id(tensor)]
 
 
 def _filled(tensor: torch.Tensor) -> torch.Tensor:
@@ -123,8 +127,8 @@ def _filled(tensor: torch.Tensor) -> torch.Tensor:
     state = getattr(tensor, "quant_state", None)
     if state is not None:
         whole = nn.Parameter(fresh, requires_grad=False)  # a plain one: fakes cannot become another subclass
-        whole.quant_state = _state(state)  # type: ignore[attr-defined]
-        whole.quant_type = "nf4"  # type: ignore[attr-defined]
+        whole.quant_state = _state(state)
+        whole.quant_type = "nf4"
         return whole
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fresh, requires_grad=tensor.requires_grad)
@@ -146,7 +150,7 @@ def _quantise(model: nn.Module, folder: ModelFolder, recipe: Recipe) -> None:
     import bitsandbytes as bnb
     from bitsandbytes.functional import QuantState
 
-    head = model.get_output_embeddings()  # type: ignore[operator]
+    head = model.get_output_embeddings()
     double = recipe.quantization.double_quantization
     for owner in list(model.modules()):
         for name, child in list(owner.named_children()):
