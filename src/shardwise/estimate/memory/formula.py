@@ -13,7 +13,7 @@ from shardwise.estimate.memory.host import disk_bytes_per_node, host_bytes_per_n
 from shardwise.estimate.memory.paper import Sheet
 from shardwise.estimate.memory.play import Around, Question, play
 from shardwise.estimate.memory.reserved import replayed_bytes
-from shardwise.estimate.memory.states import UPDATE_TEMPORARIES, Held, held
+from shardwise.estimate.memory.states import UPDATE_TEMPORARIES, Held, counts, held
 from shardwise.estimate.memory.terms import PHASES, TERMS, MemoryEstimate, MemoryTerm
 from shardwise.estimate.memory.trainer import OURS, OURS_FULL_LOSS, Trainer
 from shardwise.estimate.stack import Stack
@@ -208,9 +208,8 @@ def around(shape: ModelShape, stack: Stack, trainer: Trainer) -> Around:
 
 
 def _trained(shape: ModelShape, stack: Stack) -> int:
-    if stack.method == "full":
-        return shape.total_parameters
-    return shape.lora_parameters(stack.lora_rank, stack.lora_targets, stack.dora)
+    rank, targets = stack.lora_rank, stack.lora_targets
+    return counts(shape, stack.method, rank, targets, stack.dora, False).trained
 
 
 def _trained_layer(shape: ModelShape, stack: Stack) -> int:

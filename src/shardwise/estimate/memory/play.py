@@ -1,7 +1,7 @@
 """One training step on paper: forward, loss, backward, update, with what an engine adds around each layer.
 
-Only three layers are played (the first, the second, the last); the ones between are like the second, so what they
-keep is added at once, and the moments in between lie on a straight line between those that are played.
+Only four layers are played (two at each end); the ones between are like the second, so what they keep is added at
+once, and the moments in between lie on a straight line between those that are played.
 """
 
 from dataclasses import dataclass
@@ -126,10 +126,10 @@ def _weight_names(q: Question) -> list[str]:
 def _layers_forward(
     sheet: Sheet, forward: Forward, q: Question, h: Paper
 ) -> tuple[list[_Segment], dict[str, int]]:
-    """Play the first, second and last layer; add what the ones between keep, and return that by term."""
+    """Play two layers at each end; add what the ones between keep, and return that by term."""
     names = [f"{i}." for i in range(q.layers)]
-    if q.layers > 3 and not q.every_layer:
-        names = [names[0], names[1], names[-1]]
+    if q.layers > 4 and not q.every_layer:
+        names = [names[0], names[1], names[-2], names[-1]]
     skipped = q.layers - len(names)
     segments: list[_Segment] = []
     between: dict[str, int] = {}
@@ -172,7 +172,7 @@ def _layers_backward(
     reduced = per_layer = 0
     for index, segment in enumerate(reversed(segments)):
         before = sheet.terms["gradients"]
-        if index == 1 and skipped:
+        if index == 2 and skipped:
             for term, size in between.items():
                 sheet.remove(size, term)
             sheet.add(per_layer * skipped, "gradients")
@@ -192,13 +192,13 @@ def _layers_backward(
         if around.kept:
             sheet.remove(around.gathered, "engine")
         if around.shard is not None:
-            made = sheet.terms["gradients"] - before - (per_layer * skipped if index == 1 and skipped else 0)
+            made = sheet.terms["gradients"] - before - (per_layer * skipped if index == 2 and skipped else 0)
             sheet.remove(reduced, "engine")  # the layer before has been reduced by now
             sheet.add(around.reduced, "engine")
             reduced = around.reduced
             sheet.remove(made, "gradients")
             sheet.add(0 if q.kept_gradients else around.shard, "gradients")
-        if index == 0:
+        if index == 1:
             per_layer = sheet.terms["gradients"] - before
     sheet.remove(reduced, "engine")
 
