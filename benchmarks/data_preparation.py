@@ -20,7 +20,7 @@ WORDS = (
     "there we can out other were all your when up use word how said an each she which do their time if will way "
     "about many then them would write like so these her long make thing see him two has look more day could go come "
     "did my sound no most number who over know water than call first people may down side been now find any new"
-).split()  # noqa: SIM905
+).split()
 
 
 def write_rows(path: Path, rows: int) -> None:

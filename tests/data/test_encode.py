@@ -158,3 +158,65 @@ def test_reasoning_of_the_last_answer_is_trained(toy: Path) -> None:
     messages = chat("q", "two")["messages"]
     messages[1]["reasoning_content"] = "<think>y</think>"
     assert trained(encoder, encode(encoder, Chat(tuple(messages)))) == "<think>y</think>two<|im_end|>"
+
+
+HEAD = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+PROMPT = "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+
+
+def made_with(toy: Path, template: str, *turns: str) -> tuple[Encoder, Encoded | RowProblem]:
+    tokenizer = load_tokenizer(toy)
+    encoder = Encoder(tokenizer, chat_template(tokenizer, template))
+    return encoder, next(encoder.encode([Chat(tuple(chat(*turns)["messages"]))]))
+
+
+def test_a_template_that_opens_reasoning_in_prompts_is_told_not_to(toy: Path) -> None:
+    template = (
+        HEAD
+        + "{% if m['role'] == 'assistant' %}{{ '<think></think>' }}{% endif %}{{ m['content'] + '<|im_end|>\n' }}"
+        + PROMPT
+        + "{{ '<think></think>' if enable_thinking is false else '<think>\n' }}{% endif %}"
+    )
+    encoder, found = made_with(toy, template, "q", "one", "r", "two")
+    assert isinstance(found, Encoded) and trained(encoder, found) == "one<|im_end|>two<|im_end|>"
+    prompt = encoder.prompt(chat("q", "one", "r")["messages"])
+    assert found.ids[: len(prompt)].tolist() == prompt.tolist()
+
+
+def test_a_prompt_that_no_switch_can_make_a_beginning_is_refused(toy: Path) -> None:
+    template = HEAD + "{{ m['content'] + '<|im_end|>\n' }}" + PROMPT + "{{ '<think>\n' }}{% endif %}"
+    _, found = made_with(toy, template, "q", "one")
+    assert isinstance(found, RowProblem) and "renders the prompt differently" in str(found)
+
+
+def test_two_end_tokens_in_a_row_are_both_trained(toy: Path) -> None:
+    template = HEAD + "{{ m['content'] + '<|eot_id|><|im_end|>\n' }}" + PROMPT + "{% endif %}"
+    encoder, found = made_with(toy, template, "q", "one", "r", "two")
+    assert isinstance(found, Encoded)
+    assert trained(encoder, found) == "one<|eot_id|><|im_end|>two<|eot_id|><|im_end|>"
+
+
+def test_a_token_that_only_closes_the_whole_chat_is_not_part_of_an_answer(toy: Path) -> None:
+    template = HEAD + "{{ m['content'] + '<|im_end|>\n' }}" + PROMPT + "{% else %}{{ '</s>' }}{% endif %}"
+    encoder, found = made_with(toy, template, "q", "one", "r", "two")
+    assert isinstance(found, Encoded) and trained(encoder, found) == "one<|im_end|>two<|im_end|>"
+
+
+def test_templates_that_want_lists_of_parts_get_them(toy: Path) -> None:
+    template = (
+        HEAD
+        + "{% for p in m['content'] %}{{ p['text'] }}{% endfor %}{{ '<|im_end|>\n' }}"
+        + PROMPT
+        + "{% endif %}"
+    )
+    encoder, found = made_with(toy, template, "question", "answer")
+    assert isinstance(found, Encoded) and trained(encoder, found) == "answer<|im_end|>"
+
+
+def test_reasoning_that_a_template_does_not_write_is_said(toy: Path) -> None:
+    tokenizer = load_tokenizer(toy)
+    encoder = Encoder(tokenizer, chat_template(tokenizer))
+    messages = chat("q", "two")["messages"]
+    messages[1]["reasoning_content"] = "because"
+    found = encode(encoder, Chat(tuple(messages)))
+    assert found.notes == ("reasoning that the chat template does not write, left out",)

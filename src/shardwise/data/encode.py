@@ -134,7 +134,7 @@ class Encoder:
             raise RowProblem("the chat template does not write tool calls")
         messages = template.shaped(messages)
         try:
-            whole = template.raw(messages, False, chat.tools)
+            whole = template.raw(messages, False, chat.tools, _reasons(messages))
             spans = self._answers(template, messages, chat.tools, whole, notes)
         except TemplateRefusal as problem:
             raise RowProblem(f"the chat template refuses it: {problem}") from None
@@ -156,13 +156,13 @@ class Encoder:
     ) -> list[tuple[int, int]]:
         """Character ranges of the answers in `whole`, each with its end token."""
         spans = []
-        answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-        for i in answers:
-            if messages[i].get("weight") == 0:
+        reasons = _reasons(messages)
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant" or message.get("weight") == 0:
                 continue
             last = i == len(messages) - 1
-            start = template.raw(messages[:i], True, tools)
-            until = whole if last else template.raw(messages[: i + 1], False, tools)
+            start = template.raw(messages[:i], True, tools, reasons)
+            until = whole if last else template.raw(messages[: i + 1], False, tools, reasons)
             if not until.startswith(start):
                 if last:
                     raise RowProblem(
@@ -170,32 +170,40 @@ class Encoder:
                     )
                 notes.append("an earlier answer that the template rewrites, not trained")
                 continue
-            first, end = self._turn(template, messages[i], until, len(start))
-            if not whole.startswith(until[:end]):
+            first, ends = self._turn(template, message, until, len(start))
+            end = next((end for end in ends if whole.startswith(until[:end])), None)
+            if end is None:
                 notes.append("an earlier answer that the template rewrites, not trained")
                 continue
+            if message.get("reasoning_content", "").strip() not in until[first:end]:
+                notes.append("reasoning that the chat template does not write, left out")
             spans.append((first, end))
         return spans
 
-    def _turn(self, template: ChatTemplate, message: Message, text: str, start: int) -> tuple[int, int]:
-        """Where one answer begins and ends in a text that ends with it."""
+    def _turn(self, template: ChatTemplate, message: Message, text: str, start: int) -> tuple[int, list[int]]:
+        """Where one answer begins in a text that ends with it, and where it may end, the likeliest first."""
         content = message["content"].strip()
         at = text.find(content, start) if content else start
-        plain = not message.get("tool_calls") and not message.get("reasoning_content")
+        calls = bool(message.get("tool_calls"))
         first = start
-        if at >= 0 and plain and not template.prompts and text[start:at].strip():
+        if at >= 0 and not calls and not template.prompts and text[start:at].strip():
             first = at  # no answer header in prompts: it stands between prompt and content
-        if at < 0:
-            at = start
-        after = at + len(content)
-        found = list(self._control.finditer(text, after)) if self._control else []
-        if plain and content:
-            close = next((m for m in found if not text[after : m.start()].strip()), None)
+        after = max(at, start) + len(content)
+        found = list(self._control.finditer(text, after)) if self._control and template.end else []
+        if content and not calls:
+            close = next((i for i, m in enumerate(found) if not text[after : m.start()].strip()), None)
         else:
-            close = found[-1] if found else None
-        if close is not None and template.end:
-            return first, close.end()
-        return first, len(text.rstrip()) if text[after:].strip() else after
+            close = len(found) - 1 if found else None
+        if close is None:
+            return first, [len(text.rstrip()) if text[after:].strip() else after]
+        ends = [found[close].end()]
+        for follower in found[
+            close + 1 :
+        ]:  # some turns end with two control tokens, one right after the other
+            if follower.start() != ends[0]:
+                break
+            ends.insert(0, follower.end())
+        return first, ends
 
     def _quote(self, messages: Sequence[Message], notes: list[str]) -> tuple[list[Message], dict[str, str]]:
         """Control-token text in contents -> stand-ins, so that the template's own can be told from it."""
@@ -309,7 +317,7 @@ class Encoder:
         shaped, quoted = self._quote(turns, [])
         shaped = self.template.shaped(shaped)
         try:
-            text = self.template.raw(shaped, True, given)
+            text = self.template.raw(shaped, True, given, _reasons(shaped))
             spans = self._answers(self.template, shaped, given, text, [])
         except TemplateRefusal as problem:
             raise DataError("the chat template refuses the prompt", str(problem), "see its text") from None
@@ -317,6 +325,11 @@ class Encoder:
         if isinstance(found, RowProblem):
             raise DataError("the prompt cannot be tokenized", str(found))
         return found[0]
+
+
+def _reasons(messages: Sequence[Message]) -> bool:
+    """Whether an answer brings its reasoning along."""
+    return any(m.get("reasoning_content") or "</think>" in m["content"] for m in messages)
 
 
 def _pieces(plan: _Plan) -> list[tuple[str, bool]]:

@@ -17,7 +17,7 @@ from shardwise.data.report import DataReport, FileReport, Finding
 from shardwise.data.split import duplicates, overlap, split
 from shardwise.data.store import Rows, Store
 from shardwise.data.templates import chat_template as load_template
-from shardwise.data.templates import template_text
+from shardwise.data.templates import shipped, template_text
 from shardwise.data.tokenizer import fingerprint, shared_tokenizer, tokenizer_folder
 from shardwise.data.view import View, choose_length, full_lengths, measure, view
 from shardwise.errors import DataError
@@ -160,6 +160,10 @@ def _nothing_left(account: Account, seen: View, stored: int) -> DataError:
     ]
     first = f"; the first is {places[0][0]} line {places[0][1]}" if places else ""
     hint = "raise data.sequence_length" if untrained else "see every reason with: shardwise data check"
+    if any("chat template" in reason for reason in account.refused):
+        hint = (
+            f"name another template: model.chat_template: chatml, or one of {', '.join(shipped())}, or a file"
+        )
     return DataError(f"{what}: nothing is left to train on", "; ".join(reasons) + first, hint)
 
 

@@ -39,14 +39,36 @@ class ChatTemplate:
     def name(self) -> str:
         return self.template.name
 
-    def raw(self, messages: Sequence[Message], prompt: bool, tools: Sequence[dict[str, Any]] = ()) -> str:
-        """The template's own text. Raises TemplateRefusal, DataError."""
+    def raw(
+        self,
+        messages: Sequence[Message],
+        prompt: bool,
+        tools: Sequence[dict[str, Any]] = (),
+        reasoning: bool = False,
+    ) -> str:
+        """The template's own text; `reasoning`: answers of this chat bring their reasoning along.
+
+        Raises TemplateRefusal, DataError.
+        """
+        return self._text(messages, prompt, tools, {} if reasoning else self.quiet, self.listed)
+
+    def _text(
+        self,
+        messages: Sequence[Message],
+        prompt: bool,
+        tools: Sequence[dict[str, Any]],
+        more: dict[str, Any],
+        listed: bool,
+    ) -> str:
+        if listed:
+            messages = [m | {"content": [{"type": "text", "text": m["content"]}]} for m in messages]
         return self.template.render(
             messages=list(messages),
             tools=list(tools) or None,
             documents=None,
             add_generation_prompt=prompt,
             **self.variables,
+            **more,
         )
 
     def render(self, messages: Sequence[Message], prompt: bool, tools: Sequence[dict[str, Any]] = ()) -> str:
@@ -67,6 +89,38 @@ class ChatTemplate:
             if message.get("tool_calls") and self.arguments == "string":
                 message["tool_calls"] = [_with_string_arguments(call) for call in message["tool_calls"]]
         return out
+
+    @cached_property
+    def listed(self) -> bool:
+        """Whether contents must be lists of parts, as templates of models with images want them."""
+        for listed in (False, True):
+            try:
+                text = self._text([_turn("user", _USER), _turn("assistant", _ANSWER)], False, (), {}, listed)
+            except TemplateRefusal:
+                continue
+            if text.count(_USER) == 1 and text.count(_ANSWER) == 1:
+                return listed
+        return False
+
+    @cached_property
+    def quiet(self) -> dict[str, bool]:
+        """What to tell the template about chats without reasoning, so that prompts end as answers begin.
+
+        Templates of models that can reason may open a reasoning block in every prompt, but not in a finished
+        chat; most have a switch for that.
+        """
+        turns = [_turn("user", _USER), _turn("assistant", _ANSWER)]
+        for more in ({}, {"enable_thinking": False, "thinking": False}):
+            try:
+                prompt, whole = (
+                    self._text(turns[:1], True, (), more, self.listed),
+                    self._text(turns, False, (), more, self.listed),
+                )
+            except TemplateRefusal:
+                continue
+            if whole.startswith(prompt):
+                return more
+        return {}
 
     @cached_property
     def system(self) -> str:
@@ -104,8 +158,9 @@ class ChatTemplate:
                 text = self.raw([_turn("user", _USER), turn], False)
             except TemplateRefusal:
                 continue
-            compact = text.replace(" ", "")
-            if f'"{_KEY}":"{_VALUE}"' in compact or (f"{_KEY}>" in compact and "'" not in compact):
+            if (
+                _KEY in text and _VALUE in text and f"'{_KEY}'" not in text
+            ):  # written, and not as a Python dict
                 return style
         return None
 
