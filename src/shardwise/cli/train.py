@@ -1,7 +1,7 @@
 """`shardwise train`: run a recipe."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -99,9 +99,8 @@ def run_and_report(job: "Job", run: "RunFolder | None" = None, accepted: tuple[s
     from shardwise.runs.jsonfile import write_text
 
     done = execute(job, decided_json(job.plan), run, accepted)
-    view: Any = view_run(done)
-    write_text(done.report_path, run_html(view))
-    print_run(Console(highlight=False), view)
+    write_text(done.report_path, run_html(view_run(done)))
+    print_run(Console(highlight=False), view_run(done))  # read again: now the report is one of its files
     return done
 
 
