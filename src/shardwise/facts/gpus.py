@@ -51,6 +51,8 @@ class Gpu:
     form: str
     source: str
     kind: Literal["cuda", "cpu", "mps"] = "cuda"
+    op_seconds: float | None = None  # to issue one operation, where it was measured
+    measured: bool = False  # rates are this machine's own
 
     def peak_flops(self, precision: str) -> float:
         """Dense matrix rate; bf16 falls back to fp16's on cards without it, fp32 to the vector rate."""

@@ -8,9 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardwise.errors import UnknownNameError, UsageError
+from shardwise.facts.calibration import load_calibration
 from shardwise.facts.gpus import Gpu, Link, Offer, catalogue, find_gpu, parse_offer
 
 _GHZ_UNKNOWN = 2.5
+# A model's own Python around each operation (modules, hooks, checks) takes about twice the bare operation.
+_PYTHON = 3.0
 # Matrix FLOPs per core and cycle: two fused multiply-add units of that width (Agner Fog's tables). Processors
 # with narrower units are not told apart: the range of the estimate covers them.
 _FP32_PER_CYCLE = {"avx512f": 64, "avx2": 32, "neon": 16, "": 8}
@@ -34,6 +37,12 @@ class Machine:
     notes: tuple[str, ...] = ()
 
     @property
+    def threads(self) -> int:
+        """Threads a training process will use: the cores, or fewer where OMP_NUM_THREADS says so."""
+        asked = os.environ.get("OMP_NUM_THREADS", "")
+        return min(self.cores, int(asked)) if asked.isdigit() and int(asked) > 0 else self.cores
+
+    @property
     def has_fast_bf16(self) -> bool:
         """bf16 matrix instructions: AMX or AVX512_BF16. Without them bf16 on a CPU is slower than fp32."""
         return bool(self.flags & _BF16_PER_CYCLE.keys())
@@ -42,7 +51,7 @@ class Machine:
         """Matrix peak of all cores."""
         table = _BF16_PER_CYCLE if precision == "bf16" and self.has_fast_bf16 else _FP32_PER_CYCLE
         per_cycle = next((v for flag, v in table.items() if flag in self.flags), 8)
-        return per_cycle * self.ghz * 1e9 * self.cores
+        return per_cycle * self.ghz * 1e9 * self.threads
 
     def processor_as_device(self) -> Gpu:
         """The processor (or Apple's GPU, which shares its memory) in the form plans are made for."""
@@ -53,40 +62,65 @@ class Machine:
         bandwidth = 100e9 if mps else max(20e9, 10e9 * self.cores)
         if mps:
             rates = {"fp32": 4e12, "bf16": 4e12}  # an M2's GPU; larger ones do more
-        return Gpu(
-            name="Apple GPU" if mps else "CPU",
-            vendor="apple" if mps else "cpu",
-            nominal_bytes=self.memory_bytes,
-            usable_bytes=self.memory_bytes,
-            flops_per_second=rates,
-            sustained=0.6,
-            bandwidth_bytes_per_second=bandwidth,
-            link=none,
-            pcie=none,
-            network=none,
-            power_watts=15.0 * self.cores,
-            capability="mps" if mps else "cpu",
-            gpus_per_node=1,
-            host_bytes_per_gpu=self.memory_bytes,
-            dram_bytes_per_second=bandwidth,
-            disk_bytes=self.free_disk_bytes,
-            disk_read_bytes_per_second=1e9,
-            disk_write_bytes_per_second=0.5e9,
-            form="desktop",
-            source="this machine",
-            kind="mps" if mps else "cpu",
+        return calibrated(
+            Gpu(
+                name="Apple GPU" if mps else "CPU",
+                vendor="apple" if mps else "cpu",
+                nominal_bytes=self.memory_bytes,
+                usable_bytes=self.memory_bytes,
+                flops_per_second=rates,
+                sustained=0.6,
+                bandwidth_bytes_per_second=bandwidth,
+                link=none,
+                pcie=none,
+                network=none,
+                power_watts=15.0 * self.cores,
+                capability="mps" if mps else "cpu",
+                gpus_per_node=1,
+                host_bytes_per_gpu=self.memory_bytes,
+                dram_bytes_per_second=bandwidth,
+                disk_bytes=self.free_disk_bytes,
+                disk_read_bytes_per_second=1e9,
+                disk_write_bytes_per_second=0.5e9,
+                form="desktop",
+                source="this machine",
+                kind="mps" if mps else "cpu",
+            ),
+            self.threads,
         )
 
     def offer(self) -> Offer:
         """All GPUs of this machine, or its processor."""
         if self.gpus:
             gpu = replace(
-                min(self.gpus, key=lambda g: g.usable_bytes),
+                calibrated(min(self.gpus, key=lambda g: g.usable_bytes), self.threads),
                 host_bytes_per_gpu=self.memory_bytes // len(self.gpus),
                 disk_bytes=self.free_disk_bytes,
             )
             return Offer(gpu, len(self.gpus), len(self.gpus), self.notes)
         return Offer(self.processor_as_device(), 1, 1, self.notes)
+
+
+def calibrated(gpu: Gpu, threads: int) -> Gpu:
+    """The device with the rates `shardwise calibrate` measured here, where it did; its peaks stay the vendor's."""
+    found = load_calibration(gpu.kind, threads)
+    if found is None:
+        return gpu
+    precision = "bf16" if gpu.has_bf16 else "fp32"
+    rate = found.matrix_flops_per_second[precision]
+    rates = gpu.flops_per_second
+    if gpu.kind != "cuda":  # where peaks are guesses, the measured rates replace them
+        rates = {p: found.matrix_flops_per_second[p] for p in rates if p in found.matrix_flops_per_second}
+    return replace(
+        gpu,
+        flops_per_second=rates,
+        sustained=rate / gpu.peak_flops(precision) if gpu.kind == "cuda" else 1.0,
+        bandwidth_bytes_per_second=found.bandwidth_bytes_per_second
+        / 0.8,  # estimates take 80 % of a vendor's figure
+        op_seconds=_PYTHON * found.op_seconds,
+        measured=True,
+        source=f"measured here on {found.measured}",
+    )
 
 
 def detect_machine(folder: str = ".") -> Machine:

@@ -60,6 +60,7 @@ class Plan:
     speed: SpeedEstimate
     capacity_bytes: int  # usable memory of one device
     steps: int | None = None
+    fill: float = 1.0  # share of a sequence's length that holds tokens, the mean over the data
     choices: tuple[Choice, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -89,7 +90,24 @@ class Plan:
     @property
     def seconds(self) -> float | None:
         """Time of all optimizer steps; loading, evaluation and saving come on top."""
-        return None if self.steps is None else self.steps * self.speed.step_seconds
+        return None if self.steps is None else self.steps * self.speed.step_seconds * self._filled
+
+    @property
+    def low_seconds(self) -> float | None:
+        return None if self.steps is None else self.steps * self.speed.low_seconds * self._filled
+
+    @property
+    def high_seconds(self) -> float | None:
+        return None if self.steps is None else self.steps * self.speed.high_seconds * self._filled
+
+    @property
+    def _filled(self) -> float:
+        """A step's time against that of full sequences: what does not depend on tokens stays."""
+        fixed = sum(
+            p.seconds for p in self.speed.parts if p.name in ("communication", "optimizer", "offload")
+        )
+        share = fixed / self.speed.step_seconds
+        return share + (1 - share) * self.fill
 
     @property
     def gpu_hours(self) -> float | None:
@@ -110,6 +128,14 @@ def verdict(memory: MemoryEstimate, capacity_bytes: int) -> Verdict:
     if memory.allocated_bytes + memory.fixed_bytes <= capacity_bytes:
         return "tight"
     return "does not fit"
+
+
+def fill_of(data: DataFacts, sequence_length: int) -> float:
+    """Share of the packed sequences' length that holds tokens; 1 where it is not known."""
+    sequences = data.sequences(sequence_length)
+    if data.tokens is None or not sequences:
+        return 1.0
+    return min(1.0, data.tokens / (sequences * sequence_length))
 
 
 def planned_steps(

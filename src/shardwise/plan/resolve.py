@@ -11,7 +11,7 @@ from shardwise.estimate.stack import Place, Stack
 from shardwise.facts.gpus import Offer
 from shardwise.facts.machine import detect_machine
 from shardwise.facts.model import ModelShape
-from shardwise.plan.model import Choice, DataFacts, Plan, planned_steps, verdict
+from shardwise.plan.model import Choice, DataFacts, Plan, fill_of, planned_steps, verdict
 from shardwise.recipe.schema import Recipe
 
 ADAPTER_RATE, FULL_RATE = 2e-4, 1e-5
@@ -88,6 +88,7 @@ def resolve(
         speed=estimate_speed(shape, offer.gpu, stack),
         capacity_bytes=offer.gpu.usable_bytes,
         steps=steps,
+        fill=fill_of(data, length),
         choices=tuple(made.made),
         notes=(*shape.notes, *offer.notes),
     )

@@ -11,7 +11,7 @@ from shardwise.estimate.speed import estimate_speed
 from shardwise.estimate.stack import Stack
 from shardwise.facts.gpus import Offer, catalogue
 from shardwise.plan.fewest import ById, least_gpus, least_possible_bytes, memory_of, rejections
-from shardwise.plan.model import Plan, planned_steps, verdict
+from shardwise.plan.model import Plan, fill_of, planned_steps, verdict
 from shardwise.plan.question import COUNTS, METHODS, Answer, Option, Question, Rejected, engine_name
 from shardwise.plan.resolve import ADAPTER_TOKENS, CPU_TOKENS, FEWEST_STEPS, FULL_TOKENS
 
@@ -230,12 +230,11 @@ def _option(question: Question, plan: Plan) -> Option:
     steps = planned_steps(
         question.data.sequences(question.sequence_length), plan.stack.global_batch_size, question.epochs, None
     )
-    plan = replace(plan, steps=steps)
-    if steps is None:
+    plan = replace(plan, steps=steps, fill=fill_of(question.data, question.sequence_length))
+    if plan.seconds is None or plan.low_seconds is None or plan.high_seconds is None:
         return Option(plan, None, None, None, None, None)
     start = start_seconds(plan)
-    seconds = plan.speed.step_seconds * steps + start
-    low, high = plan.speed.low_seconds * steps + start, plan.speed.high_seconds * steps + 2 * start
+    seconds, low, high = plan.seconds + start, plan.low_seconds + start, plan.high_seconds + 2 * start
     cost = estimate_cost(plan.offer, seconds, low, high, question.prices, question.buy)
     return Option(plan, cost, seconds, low, high, energy_kwh(plan.offer, seconds))
 

@@ -81,9 +81,9 @@ def _memory(plan: Plan) -> Table:
 
 def _time(plan: Plan) -> Text:
     speed = plan.speed
-    if plan.steps is None or plan.seconds is None:
+    low, high = plan.low_seconds, plan.high_seconds
+    if plan.steps is None or plan.seconds is None or low is None or high is None:
         return Text("")
-    low, high = plan.steps * speed.low_seconds, plan.steps * speed.high_seconds
     return Text(
         f"\ntime  {plan.steps} steps in {format_seconds(plan.seconds)} ({format_seconds(low)} to "
         f"{format_seconds(high)}), {speed.tokens_per_second_per_gpu:,.0f} tokens/s; loading, evaluation and "

@@ -46,6 +46,7 @@ class Work:
     launch: float  # time the host needs to issue everything
     forward_share: float
     needed_flops: float  # without recomputation
+    serial: bool = False  # the host is the device
 
     @property
     def busy(self) -> float:
@@ -54,8 +55,11 @@ class Work:
 
     @property
     def seconds(self) -> float:
-        """Device and the host that feeds it, partly side by side: the root of the sum of squares."""
-        return hypot(self.busy, self.launch)
+        """Device and the host that feeds it, partly side by side: the root of the sum of squares.
+
+        A processor does both itself, one after the other.
+        """
+        return self.busy + self.launch if self.serial else hypot(self.busy, self.launch)
 
 
 @lru_cache(maxsize=65536)
@@ -132,6 +136,7 @@ def micro_batch_work(
         launch=launch,
         forward_share=1 / (passes or 1),
         needed_flops=needed,
+        serial=capability == "cpu",
     )
 
 
@@ -153,7 +158,7 @@ class ShapeKey:
 
 def work_of(key: ShapeKey, gpu: Gpu, stack: Stack, program: Program = OURS) -> Work:
     """`micro_batch_work` of a stack on a GPU."""
-    op = c.OP_SECONDS if gpu.kind == "cuda" else c.OP_SECONDS / 2
+    op = gpu.op_seconds or c.OP_SECONDS
     gpu_key = (
         gpu.capability,
         gpu.peak_flops(stack.precision),

@@ -194,7 +194,7 @@ def spread(
         high *= 1.6
     if stack.offload_optimizer != "none" or stack.offload_parameters != "none":
         low, high = low * 0.8, high * 1.4
-    if gpu.kind != "cuda":
+    if gpu.kind != "cuda" and not gpu.measured:
         low, high = low * 0.75, high * 1.5
     return low, high
 
