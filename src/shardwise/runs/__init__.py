@@ -4,7 +4,8 @@ Answers: what happened? Must not know: how training works.
 """
 
 from shardwise.runs.course import Course, read_course
-from shardwise.runs.folder import CheckpointFolder, RunFolder, create_run, is_run, list_runs, open_run
+from shardwise.runs.create import create_run
+from shardwise.runs.folder import CheckpointFolder, RunFolder, is_run, list_runs, open_run
 from shardwise.runs.records import (
     EVENTS,
     Checkpoint,

@@ -13,11 +13,12 @@ runs/NAME/
   lock            who is at work here
 """
 
+import atexit
 import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +27,8 @@ from typing import IO, Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from shardwise.errors import UsageError, nearest, unknown_name
-from shardwise.runs import lock
-from shardwise.runs.jsonfile import read_json, read_lines, to_json, write_json, write_text
+from shardwise.runs import lock, tracking
+from shardwise.runs.jsonfile import read_json, read_lines, to_json, write_json
 from shardwise.runs.records import EVENTS, Event, Resume, State, Status, Step, Summary
 
 LATEST = "latest"
@@ -59,6 +60,7 @@ class RunFolder:
         self.model_path = self.path / "model"
         self.lock_path = self.path / "lock"
         self._events_file: IO[bytes] | None = None
+        self._trackers: dict[str, tracking.Tracker] = {}
 
     # --- writing
 
@@ -70,8 +72,23 @@ class RunFolder:
         """Raise UsageError naming the live process at work here, before any work is done for nothing."""
         lock.refuse_if_held(self.lock_path)
 
+    def track(self, names: Sequence[str], config: Mapping[str, Any]) -> None:
+        """Send every further event to these trackers too, until `release` or the process's end.
+
+        Raises UnknownNameError or MissingDependencyError; what goes wrong in a tracker itself is a warning event.
+        """
+        tracking.check(names)
+        for name in names:
+            try:
+                self._trackers[name] = tracking.open_tracker(name, self.path, config)
+            except Exception as problem:
+                self._untrack(name, problem)
+        if self._trackers:
+            atexit.register(self._close_trackers)
+
     def release(self) -> None:
         """Give the folder back and close its files; nothing happens where another process holds it."""
+        self._close_trackers()
         if self._events_file is not None:
             self._events_file.close()
             self._events_file = None
@@ -90,6 +107,24 @@ class RunFolder:
             self._events_file = _open_for_append(self.events_path)
         self._events_file.write(line.encode("utf-8", "backslashreplace"))
         self._events_file.flush()
+        for name, tracker in list(self._trackers.items()):
+            try:
+                tracking.send(tracker, record)
+            except Exception as problem:
+                self._untrack(name, problem)
+
+    def _untrack(self, name: str, problem: Exception) -> None:
+        """A tracker that fails is left out from here on; the run is what matters."""
+        self._trackers.pop(name, None)
+        self.event("warning", message=f"{name} is not told any more: {type(problem).__name__}: {problem}")
+
+    def _close_trackers(self) -> None:
+        for name, tracker in list(self._trackers.items()):
+            del self._trackers[name]
+            try:
+                tracker.close()
+            except Exception as problem:
+                self._untrack(name, problem)
 
     def write_summary(self, summary: Mapping[str, Any] | Summary) -> None:
         """Put summary.json in place in one move. Raises ValueError when it is not a `records.Summary`."""
@@ -217,47 +252,6 @@ class RunFolder:
         return f"RunFolder({str(self.path)!r})"
 
 
-def create_run(
-    folder: str | Path,
-    name: str | None,
-    recipe_yaml: str,
-    plan: Mapping[str, Any],
-    default_name: str = "run",
-) -> RunFolder:
-    """Make `folder`/NAME, write recipe and plan, and take its lock. Status is `running` from here on.
-
-    NAME is `name` as it stands, or `default_name` with date and time. Raises UsageError when the name is no
-    folder name, when it is taken (naming the process at work there), or when nothing can be written there.
-    """
-    folder = Path(folder)
-    _check_name(name or default_name)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        run = RunFolder(_claim(folder, name, default_name))
-    except OSError as problem:
-        raise UsageError(
-            f"no run folder can be made in '{folder}'",
-            problem.strerror or str(problem),
-            "choose another place with --set run.folder=PATH",
-        ) from None
-    try:
-        run.acquire()
-        write_text(run.recipe_path, recipe_yaml)
-        write_json(run.plan_path, dict(plan))
-        run.status("running")
-    except OSError as problem:
-        run.discard()
-        raise UsageError(
-            f"run folder '{run.path}' cannot be written",
-            problem.strerror or str(problem),
-            "choose another place with --set run.folder=PATH",
-        ) from None
-    except BaseException:
-        run.discard()
-        raise
-    return run
-
-
 def list_runs(folder: str | Path = "runs") -> list[RunFolder]:
     """Every run in a folder, newest first."""
     folder = Path(folder)
@@ -307,43 +301,6 @@ def open_run(name_or_path: str | Path, folder: str | Path = "runs") -> RunFolder
         f"did you mean {' or '.join(close)}? all of them: shardwise runs"
         if close
         else "all of them: shardwise runs",
-    )
-
-
-def _check_name(name: str) -> None:
-    allowed = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
-    if not name or name.startswith((".", "-")) or set(name) - allowed or name == LATEST or len(name) > 120:
-        raise UsageError(
-            f"run name '{name}' cannot be used",
-            "allowed: at most 120 of letters, digits, '.', '_', '-'; not first '.' or '-'; not 'latest'",
-            "choose another with --set run.name=NAME",
-        )
-
-
-def _claim(folder: Path, name: str | None, default_name: str) -> Path:
-    """Make the folder; making it is what claims the name."""
-    if name is not None:
-        path = folder / name
-        try:
-            path.mkdir()
-        except FileExistsError:
-            holder = lock.holder(path / "lock")
-            at_work = holder is not None and holder.alive()
-            raise UsageError(
-                f"run '{name}' exists already in '{folder}'",
-                f"{holder} is at work there" if at_work else "a run never writes over another one",
-                "choose another name with --set run.name=NAME"
-                + ("" if at_work else f", or go on with it: shardwise train --resume {path}"),
-            ) from None
-        return path
-    base = f"{default_name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    for number in range(1, 1000):
-        path = folder / (base if number == 1 else f"{base}-{number}")
-        with suppress(FileExistsError):
-            path.mkdir()
-            return path
-    raise UsageError(
-        f"1000 runs named '{base}' exist in '{folder}'", "", "give the run a name: --set run.name=NAME"
     )
 
 
