@@ -21,10 +21,11 @@ def runs(folder: Path, as_json: bool) -> None:
     """List runs, newest first."""
     from shardwise.report.run_json import run_row
     from shardwise.report.run_view import view_run
-    from shardwise.runs import list_runs
+    from shardwise.runs import Course, list_runs
     from shardwise.runs.jsonfile import to_json
 
-    views = [view_run(run, points=1) for run in list_runs(folder)]
+    # a finished run's summary says it all; its events, perhaps a hundred thousand, are left unread
+    views = [view_run(run, 1, Course(run) if run.summary() else None) for run in list_runs(folder)]
     if as_json:
         click.echo(to_json([run_row(view) for view in views], indent=2))
     elif not views:

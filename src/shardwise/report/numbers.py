@@ -20,7 +20,7 @@ def show(value: float | None, unit: Unit) -> str:
 
 def show_difference(row: Comparison) -> str:
     """+3.1 %: the estimate was 3.1 % too high."""
-    return UNKNOWN if row.difference is None else f"{row.difference * 100:+.1f} %"
+    return UNKNOWN if row.difference is None else _percent(row.difference)
 
 
 def show_loss(value: float | None) -> str:
@@ -30,4 +30,8 @@ def show_loss(value: float | None) -> str:
 def show_change(before: float | None, after: float | None) -> str:
     if before is None or after is None or not before:
         return UNKNOWN
-    return f"{(after - before) / abs(before) * 100:+.1f} %"
+    return _percent((after - before) / abs(before))
+
+
+def _percent(share: float) -> str:
+    return f"{round(share * 100, 1) + 0.0:+.1f} %"  # + 0.0: never -0.0
