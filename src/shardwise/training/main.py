@@ -30,12 +30,14 @@ from shardwise.training.loop import Job, Stop, log_evaluation, train
 from shardwise.training.meter import Meter, peak_resident_bytes
 from shardwise.training.model import ModelFolder
 from shardwise.training.progress import Bar
+from shardwise.training.terminal import keep_clean
 from shardwise.training.watch import SAVE_SECONDS, Watch
 
 
 def main(arguments: list[str]) -> int:
     """Run one rank. Returns its exit code: 0 done, 1 failed, 2 refused, 75 stopped with its state saved."""
     run = RunFolder(Path(arguments[0]))
+    keep_clean()
     stop = Stop()
     stop.install()
     ranks = Ranks(
