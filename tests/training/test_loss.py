@@ -21,7 +21,7 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.25, None), (1.0, 5.0), (0.5, 3.0)])
 def test_value_and_gradients_equal_the_full_loss(inputs, scale, softcap, monkeypatch) -> None:
     hidden, weight, targets = inputs
-    monkeypatch.setattr(module, "chunk_tokens", lambda _: 8)  # several chunks, the last one short
+    monkeypatch.setattr(module, "chunk_tokens", lambda *_: 8)  # several chunks, the last one short
     logits = (hidden @ weight.T) * scale
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
+from shardwise.training.kernels.attention import document_products
+
 NAME = "shardwise_documents"
 
 
@@ -34,7 +36,7 @@ def document_attention(
 
     Without `document_lengths` (generation) the row is one document; queries then are the last ones of the keys.
     """
-    options = {
+    options: dict[str, Any] = {
         "scaling": scaling,
         "dropout": dropout,
         "window": sliding_window,
@@ -42,6 +44,8 @@ def document_attention(
         "sink": s_aux,
     }
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    if document_lengths is not None and causal and _is_plain(query, key, document_lengths, options):
+        return _on_cpu(query, key, value, document_lengths, scaling), None
     if document_lengths is None or len(document_lengths) == 1:
         out = _attend(query, key, value, bool(causal), **options)
         return out.transpose(1, 2), None
@@ -51,6 +55,33 @@ def document_attention(
         parts.append(_attend(query[:, :, part], key[:, :, part], value[:, :, part], bool(causal), **options))
         start += length
     return torch.cat([p.transpose(1, 2) for p in parts], dim=1), None
+
+
+def _is_plain(
+    query: torch.Tensor, key: torch.Tensor, lengths: tuple[int, ...], options: dict[str, Any]
+) -> bool:
+    """Nothing but causal attention on a CPU, where matrix products of our own beat torch's flash kernel."""
+    window = options["window"]
+    return (
+        query.device.type == "cpu"
+        and query.shape[2] == key.shape[2] == sum(lengths)
+        and (window is None or window >= max(lengths))
+        and not options["dropout"]
+        and options["softcap"] is None
+        and options["sink"] is None
+    )
+
+
+@torch.compiler.disable  # lengths change with every micro-batch, and each would be compiled anew
+def _on_cpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: tuple[int, ...],
+    scaling: float | None,
+) -> torch.Tensor:
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return document_products(query, key, value, lengths, scale)
 
 
 def _attend(

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-# Logits of one chunk: 2^25 fp32 elements = 128 MiB, whatever the vocabulary.
-CHUNK_LOGITS = 2**25
+# Logits of one chunk, whatever the vocabulary: 2^25 fp32 elements = 128 MiB on an accelerator. On a CPU 2^23: passes
+# over the logits then run in the last-level cache, and the matrix is still read seldom enough.
+CHUNK_LOGITS, CHUNK_LOGITS_CPU = 2**25, 2**23
 
 
-def chunk_tokens(vocabulary: int) -> int:
+def chunk_tokens(vocabulary: int, device: str = "cuda") -> int:
     """Labelled positions that go through the output matrix at a time."""
-    return max(16, CHUNK_LOGITS // vocabulary)
+    return max(16, (CHUNK_LOGITS_CPU if device == "cpu" else CHUNK_LOGITS) // vocabulary)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -38,33 +39,40 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden_NH) if need_hidden else None
         grad_weight = torch.zeros_like(weight_VH, dtype=torch.float32) if need_weight else None
         total = torch.zeros((), dtype=torch.float32, device=hidden_NH.device)
-        step = chunk_tokens(weight_VH.shape[0])
+        step = max(1, min(chunk_tokens(weight_VH.shape[0], hidden_NH.device.type), hidden_NH.shape[0]))
+        # Made once: fresh memory of this size is given back to the system each time, and faulted in again.
+        low = hidden_NH.new_empty(step, weight_VH.shape[0])
+        full = low if low.dtype == torch.float32 else torch.empty_like(low, dtype=torch.float32)
         for start in range(0, hidden_NH.shape[0], step):
             hidden = hidden_NH[start : start + step]
             target = targets_N[start : start + step, None]
-            logits = (hidden @ weight_VH.T).float()
+            rounded, logits = low[: len(hidden)], full[: len(hidden)]
+            torch.mm(hidden, weight_VH.T, out=rounded)
+            if logits is not rounded:
+                logits.copy_(rounded)
             if scale != 1.0:
                 logits.mul_(scale)
+            slope = None
             if softcap is not None:
                 logits.div_(softcap).tanh_()
                 slope = 1 - logits.square() if need_hidden or need_weight else None
                 logits.mul_(softcap)
-            norm = logits.logsumexp(dim=1, keepdim=True)
-            total += (norm - logits.gather(1, target)).sum()
+            chosen, largest = logits.gather(1, target), logits.amax(dim=1, keepdim=True)
+            mass = logits.sub_(largest).exp_().sum(dim=1, keepdim=True)
+            total += (mass.log() + largest - chosen).sum()
             if not (need_hidden or need_weight):
                 continue
-            grad = logits.sub_(norm).exp_()
-            grad.scatter_add_(1, target, torch.full_like(norm, -1.0))
-            if softcap is not None:
+            grad = logits.div_(mass)
+            grad.scatter_add_(1, target, torch.full_like(mass, -1.0))
+            if slope is not None:
                 grad.mul_(slope)
             if scale != 1.0:
                 grad.mul_(scale)
-            grad = grad.to(hidden.dtype)
+            grad = grad if grad.dtype == hidden.dtype else rounded.copy_(grad)
             if grad_hidden is not None:
                 torch.mm(grad, weight_VH, out=grad_hidden[start : start + step])
             if grad_weight is not None:
                 grad_weight += grad.T @ hidden
-            del logits, grad  # or the next chunk's logits come on top of these
         ctx.weight_dtype = weight_VH.dtype
         ctx.save_for_backward(grad_hidden, grad_weight)
         return total

@@ -13,6 +13,7 @@ from shardwise.errors import ModelError, RuleError
 from shardwise.recipe.schema import Recipe
 from shardwise.training import attention as _documents
 from shardwise.training.batches import MicroBatch
+from shardwise.training.kernels.install import Installed, install
 from shardwise.training.loss import chunked_cross_entropy, full_cross_entropy
 
 # Keys by which families scale their logits, and whether the logits are multiplied or divided by the value.
@@ -31,6 +32,7 @@ class LossModel(nn.Module):
         self.chunked = loss == "chunked" and isinstance(base.get_output_embeddings(), nn.Linear)
         config = base.config.get_text_config()
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        self.kernels = Installed()
         self.scale = 1.0
         for key, power in _SCALES.items():
             if getattr(config, key, None):
@@ -136,7 +138,8 @@ class ModelFolder:
 
 
 def prepare_for_training(model: nn.Module, recipe: Recipe) -> LossModel:
-    """Switch on training mode and activation checkpointing, and wrap the model with its loss."""
+    """Put in kernels, switch on training mode and activation checkpointing, and wrap the model with its loss."""
+    installed = install(model)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     base.config.use_cache = False
     kind = recipe.training.activation_checkpointing
@@ -147,7 +150,9 @@ def prepare_for_training(model: nn.Module, recipe: Recipe) -> LossModel:
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     model.train()
     loss = "chunked" if recipe.training.loss == "auto" else recipe.training.loss
-    return LossModel(model, loss)
+    wrapped = LossModel(model, loss)
+    wrapped.kernels = installed
+    return wrapped
 
 
 # Kept in the forward pass under selective checkpointing: attention, which is the dearest to recompute per byte.
@@ -157,6 +162,7 @@ _KEPT = {
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.shardwise.document_attention.default,
 }
 
 
