@@ -7,6 +7,7 @@ import torch
 from shardwise.recipe import Recipe
 from shardwise.training.engines.protocol import Engine, Ranks
 from shardwise.training.hollow import fill, hollow_model
+from shardwise.training.layers import compile_layers
 from shardwise.training.model import ModelFolder, prepare_for_training
 
 
@@ -21,6 +22,8 @@ def build_engine(
 
         model = adapt(model, recipe.lora, recipe.training.seed)
     module = prepare_for_training(model, recipe)
+    if recipe.training.compile:
+        compile_layers(module)
     name = recipe.engine.name
     if name == "ddp":
         from shardwise.training.engines.ddp import DdpEngine

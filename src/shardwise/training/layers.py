@@ -1,4 +1,4 @@
-"""Where a model's decoder layers are: what is sharded, compiled and counted one by one."""
+"""Where a model's decoder layers are: what is sharded and compiled one by one."""
 
 from torch import nn
 
@@ -12,6 +12,9 @@ def decoder_layers(module: LossModel) -> list[nn.Module]:
 
 
 def compile_layers(module: LossModel) -> None:
-    """torch.compile of each layer by itself: one compilation serves all layers of one shape."""
+    """torch.compile of each layer by itself: one compilation serves all layers of one shape.
+
+    Attention is left out of it (see attention.py), and the number of tokens is a symbol: rows differ in length.
+    """
     for layer in decoder_layers(module):
-        layer.compile()
+        layer.compile(dynamic=True)
