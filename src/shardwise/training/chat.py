@@ -21,9 +21,9 @@ def load(run: RunFolder, base: bool) -> tuple[Any, ModelFolder]:
         folder = ModelFolder(run.model_path, recipe)
     model: Any = folder.load()
     if not base and run.adapter_path.is_dir():
-        from peft import PeftModel
+        from shardwise.training.export.origin import with_adapter
 
-        model = PeftModel.from_pretrained(model, str(run.adapter_path), autocast_adapter_dtype=False)
+        model = with_adapter(model, run.adapter_path, folder.path)
     if torch.cuda.is_available():
         model = model.to("cuda")
     return model.eval(), folder

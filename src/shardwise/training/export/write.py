@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from shardwise.errors import RunError
 from shardwise.runs import RunFolder
 from shardwise.training.engines.protocol import Engine
+from shardwise.training.export.origin import write_origin
 from shardwise.training.model import ModelFolder
 
 # Files beside the weights that make a folder usable by itself.
@@ -32,21 +33,27 @@ def export(run: RunFolder, engine: Engine, folder: ModelFolder) -> Path | None:
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     if adapter:
-        _write_adapter(engine.module.model, weights, folder, work)  # type: ignore[arg-type]
+        write_adapter(engine.module.model, weights, folder, work)
     else:
-        _write_model(weights, folder, work)
-    for pattern in TOKENIZER_FILES:
-        for file in folder.path.glob(pattern):
-            shutil.copy2(file, work / file.name)
+        write_model(weights, folder, work)
+    copy_tokenizer(folder.path, work)
     if target.exists():
         shutil.rmtree(target)
     work.rename(target)
     return target
 
 
-def _write_adapter(
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """The files that make a folder of weights usable by itself."""
+    for pattern in TOKENIZER_FILES:
+        for file in source.glob(pattern):
+            shutil.copy2(file, target / file.name)
+
+
+def write_adapter(
     model: PeftModel, weights: Mapping[str, torch.Tensor], folder: ModelFolder, target: Path
 ) -> None:
+    """PEFT's adapter folder, and beside it which base it belongs to. Read back before it returns."""
     state = {
         key: value.contiguous()
         for key, value in get_peft_model_state_dict(model, state_dict=dict(weights)).items()
@@ -58,10 +65,12 @@ def _write_adapter(
     config.save_pretrained(target)
     config.inference_mode = False
     save_file(state, target / "adapter_model.safetensors", metadata={"format": "pt"})
-    _compare(target, state, {k: v.shape for k, v in state.items()}, len(weights))
+    write_origin(target, folder)
+    _compare(target, state, len(weights))
 
 
-def _write_model(weights: Mapping[str, torch.Tensor], folder: ModelFolder, target: Path) -> None:
+def write_model(weights: Mapping[str, torch.Tensor], folder: ModelFolder, target: Path) -> None:
+    """transformers' model folder in the run's compute dtype. Read back before it returns."""
     empty = folder.empty()
     shapes = {name: p.shape for name, p in empty.named_parameters()}
     missing = sorted(shapes.keys() - weights.keys())
@@ -80,18 +89,19 @@ def _write_model(weights: Mapping[str, torch.Tensor], folder: ModelFolder, targe
             "the checkpoint is intact; please report this",
         )
     empty.save_pretrained(target, state_dict=state)
+    _compare(target, {n: v for n, v in state.items() if n in shapes}, len(shapes))
 
 
-def _compare(
-    target: Path, state: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size], n: int
-) -> None:
-    """Reopen the file and compare shape and value of every tensor."""
-    with safe_open(target / "adapter_model.safetensors", framework="pt") as file:
-        names = set(file.keys())
-        bad = [k for k in names if not torch.equal(file.get_tensor(k), state[k]) or state[k].numel() == 0]
-    if names != set(shapes) or bad or len(names) < n:
+def _compare(target: Path, state: Mapping[str, torch.Tensor], count: int) -> None:
+    """Reopen the files and compare shape and value of every tensor."""
+    found: dict[str, torch.Tensor] = {}
+    for path in target.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            found.update({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118
+    bad = [k for k, v in state.items() if k not in found or v.numel() == 0 or not torch.equal(found[k], v)]
+    if bad or len(found) < count:
         raise RunError(
-            f"the exported adapter in {target} does not hold what was trained",
-            f"{len(names)} tensors of {n}, {len(bad)} differ",
+            f"what was written to {target} is not what was trained",
+            f"{len(found)} tensors of {count}, {len(bad)} differ" + (f", first: {bad[0]}" if bad else ""),
             "the checkpoint is intact; please report this",
         )

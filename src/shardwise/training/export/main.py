@@ -1,0 +1,211 @@
+"""`python -m shardwise.training.export.main RUN --to KIND --output PATH ...`; started by the command line."""
+
+import argparse
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from shardwise.data import prepare
+from shardwise.errors import RunError, ShardwiseError, UsageError
+from shardwise.recipe import Recipe, parse_recipe
+from shardwise.runs import RunFolder
+from shardwise.runs.checkpoints import INDEX, best, chosen
+from shardwise.runs.jsonfile import read_json
+from shardwise.training.checkpoint.pieces import Reader
+from shardwise.training.export.card import card
+from shardwise.training.export.compare import Difference, difference, logits
+from shardwise.training.export.gguf_file import write_gguf
+from shardwise.training.export.origin import origin_of, with_adapter
+from shardwise.training.export.write import copy_tokenizer, write_adapter, write_model
+from shardwise.training.model import ModelFolder
+
+ROWS, TOKENS = 4, 128  # of the run's rows, on which logits are compared
+# Largest relative difference of logits that rounding explains; beyond it the export is no good.
+LIMITS = {"fp32": 1e-4, "bf16": 3e-2, "f16": 3e-2, "q8_0": 0.15}
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--to", choices=("adapter", "merged", "gguf", "full"), required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--type", choices=("f16", "q8_0"), default="f16")
+    parser.add_argument("--checkpoint")
+    given = parser.parse_args(arguments)
+    work = given.output.with_name(given.output.name + ".writing")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        print(export_run(RunFolder(given.run), given.to, work, given.type, given.checkpoint))
+        work.rename(given.output)
+        print(given.output)
+    except ShardwiseError as problem:
+        print(problem, file=sys.stderr)
+        return problem.exit_code
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return 0
+
+
+def export_run(run: RunFolder, to: str, work: Path, kind: str, checkpoint: str | None) -> str:
+    """Write one export into the folder `work`, read it back, compare. Returns what the comparison said.
+
+    Raises UsageError for what this run cannot be exported to, RunError when the copy is not the original.
+    """
+    recipe = parse_recipe(run.recipe_text(), str(run.recipe_path))
+    folder = ModelFolder(Path(recipe.model.source), recipe)
+    full = recipe.method == "full"
+    if full and to == "adapter":
+        raise UsageError(
+            f"run '{run.name}' trained all weights", "there is no adapter", "use --to full or --to gguf"
+        )
+    if not full and to == "full":
+        raise UsageError(
+            f"run '{run.name}' trained an adapter ({recipe.method})",
+            "its base was not changed",
+            "use --to merged for one whole model, or --to adapter",
+        )
+    trained = as_trained(run, recipe, folder, checkpoint)
+    rows = sample_rows(recipe, folder)
+    wanted = logits(trained, rows)
+    origin = origin_of(folder)
+    if to == "adapter":
+        write_adapter(trained, _adapter_weights(trained), folder, work)
+        again = with_adapter(_base(recipe, folder), work, folder.path)
+        note = _told(difference(wanted, logits(again, rows)), LIMITS["fp32"], "read back")
+    else:
+        whole = work if to in ("merged", "full") else work / "whole"
+        _write_whole(trained, recipe, folder, whole, run, checkpoint)
+        again = ModelFolder(whole, recipe).load()
+        limit = LIMITS[recipe.training.precision] if recipe.method != "qlora" else float("inf")
+        note = _told(difference(wanted, logits(again, rows)), limit, "read back")
+        if recipe.method == "qlora":
+            note += "; trained on the 4-bit base, merged into the 16-bit base"
+        if to == "gguf":
+            note = _to_gguf(work, whole, kind, run.name, again, rows)
+    if to != "gguf":
+        copy_tokenizer(folder.path, work)
+    (work / "README.md").write_text(card(run, recipe, origin, to, note), encoding="utf-8")
+    return note
+
+
+def _to_gguf(work: Path, whole: Path, kind: str, name: str, merged: Any, rows: Any) -> str:
+    from transformers import AutoModelForCausalLM
+
+    file = work / f"{name}-{kind}.gguf"
+    write_gguf(whole, file, kind, name)
+    again = AutoModelForCausalLM.from_pretrained(work, gguf_file=file.name, dtype=torch.float32)
+    found = difference(logits(merged.float(), rows), logits(again, rows))
+    shutil.rmtree(whole)
+    return _told(found, LIMITS[kind], f"{file.name} read back with transformers")
+
+
+def _told(found: Difference, limit: float, what: str) -> str:
+    if not found.relative <= limit:
+        raise RunError(
+            f"the export is not the trained model: {found}",
+            f"rounding explains at most {limit:g}",
+            "nothing was left behind; please report this with the recipe",
+        )
+    return f"{what}: {found}"
+
+
+def as_trained(run: RunFolder, recipe: Recipe, folder: ModelFolder, checkpoint: str | None) -> Any:
+    """The model exactly as it was trained (4-bit base for qlora), with the run's result or a checkpoint's weights."""
+    result = run.result_path
+    if checkpoint is None and result is not None:
+        if recipe.method == "full":
+            return ModelFolder(result, recipe).load().eval()
+        return with_adapter(_base(recipe, folder), result, folder.path).eval()
+    model = _base(recipe, folder)
+    if recipe.method != "full":
+        from shardwise.training.adapters.lora import adapt
+
+        model = adapt(model, recipe.lora, recipe.training.seed)
+    fill(model, run, checkpoint)
+    return model.eval()
+
+
+@torch.no_grad()
+def fill(model: Any, run: RunFolder, checkpoint: str | None) -> int:
+    """Put a verified checkpoint's weights into a model. Returns its step. `checkpoint`: step, best or latest."""
+    step = None
+    if checkpoint == "best":
+        top = best(run)
+        step = top.step if top else None
+    elif checkpoint not in (None, "latest"):
+        if not str(checkpoint).isdigit():
+            raise UsageError(f"--checkpoint {checkpoint}", "", "give a step, best or latest")
+        step = int(str(checkpoint))
+    found, _ = chosen(run, step)
+    reader = Reader(found.path, read_json(found.path / INDEX) or {"tensors": {}, "values": {}})
+    parameters = dict(model.named_parameters())
+    for key in reader.tensors:
+        if key.startswith("weights|"):
+            reader.fill(key, parameters[key.removeprefix("weights|")])
+    return found.step
+
+
+def _base(recipe: Recipe, folder: ModelFolder) -> Any:
+    if recipe.method == "qlora":
+        from shardwise.training.adapters.qlora import load_quantised
+
+        return load_quantised(folder, recipe.quantization)
+    return folder.load()
+
+
+def _adapter_weights(model: Any) -> dict[str, torch.Tensor]:
+    return {name: p.detach().cpu() for name, p in model.named_parameters() if "lora_" in name}
+
+
+def _write_whole(
+    trained: Any, recipe: Recipe, folder: ModelFolder, target: Path, run: RunFolder, checkpoint: str | None
+) -> None:
+    """One model without adapters in the run's compute dtype; adapters are merged into the 16-bit base."""
+    target.mkdir(parents=True, exist_ok=True)
+    if recipe.method == "full":
+        write_model({n: p.detach().cpu() for n, p in trained.named_parameters()}, folder, target)
+    else:
+        from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+        from shardwise.training.adapters.lora import adapt
+
+        merged: Any = adapt(folder.load(), recipe.lora, recipe.training.seed)
+        set_peft_model_state_dict(merged, get_peft_model_state_dict(trained))
+        merged.merge_and_unload(safe_merge=True).save_pretrained(target)
+    copy_tokenizer(folder.path, target)
+
+
+def sample_rows(recipe: Recipe, folder: ModelFolder) -> Sequence[Sequence[int]]:
+    """Beginnings of the run's own rows; random tokens when its data is not there any more."""
+    config = folder.config().get_text_config()
+    try:
+        prepared = prepare(
+            recipe.data,
+            folder.path,
+            revision=recipe.model.revision,
+            chat_template=recipe.model.chat_template,
+            max_length=getattr(config, "max_position_embeddings", None),
+            vocabulary=config.vocab_size,
+            seed=recipe.training.seed,
+        )
+        rows = (
+            prepared.validation
+            if prepared.validation is not None and len(prepared.validation)
+            else prepared.train
+        )
+        return [rows.row(i)[0][:TOKENS].tolist() for i in range(min(ROWS, len(rows)))]
+    except (ShardwiseError, OSError):
+        draw = torch.Generator().manual_seed(0)
+        return [torch.randint(0, config.vocab_size, (64,), generator=draw).tolist() for _ in range(ROWS)]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
