@@ -69,6 +69,43 @@ def make_tokenizer(
     return folder
 
 
+def make_piece_tokenizer(folder: Path, kind: str) -> Path:
+    """A tokenizer in the manner of SentencePiece: spaces are ▁ and, except for `gemma`, one is put first."""
+    from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import Tokenizer as Backend
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = [
+        "<unk>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *"▁abcdefghijklmnopqrstuvwxyz.",
+        "▁h",
+        "▁hi",
+    ]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    merges = [("▁", "h"), ("▁h", "i")]
+    backend = Backend(
+        models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True)
+    )
+    if kind == "metaspace":
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    else:
+        spaces = normalizers.Replace(" ", "▁")
+        backend.normalizer = (
+            normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if kind == "llama" else spaces
+        )
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in CONTROL])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+    fast.chat_template = SMOL
+    fast.save_pretrained(folder)
+    return folder
+
+
 def write_rows(path: Path, rows: Sequence[Any]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path

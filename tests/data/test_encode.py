@@ -4,7 +4,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from data_toys import CONTROL, REWRITING, SMOL, chat, make_tokenizer
+from data_toys import CONTROL, REWRITING, SMOL, chat, make_piece_tokenizer, make_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -84,6 +84,24 @@ def test_trained_text_is_the_answers_and_their_end_tokens(
     harmless = encode(encoder, Chat(tuple(plain)))
     count = [sum(i in ids for i in e.ids.tolist()) for e in (found, harmless)]
     assert count[0] == count[1]
+
+
+@pytest.mark.parametrize("kind", ["metaspace", "llama", "gemma"])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(turns=exchanges, name=st.sampled_from(sorted(ENDS)))
+def test_labels_hold_for_tokenizers_in_the_manner_of_sentencepiece(
+    tmp_path_factory: pytest.TempPathFactory, kind: str, turns: list[tuple[str, str]], name: str
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / f"pieces-{kind}"
+    if not folder.exists():
+        make_piece_tokenizer(folder, kind)
+    encoder = Encoder(_tokenizer(folder), _template(folder, name))
+    end, _ = ENDS[name]
+    found = encode(encoder, Chat(tuple(chat(*[t for pair in turns for t in pair])["messages"])))
+    expected = ""
+    for _, answer in turns:
+        expected += (answer[: -len(end)] if answer.endswith(end) and answer != end else answer) + end
+    assert "".join(trained(encoder, found).split()) == "".join(expected.split())  # but for a space put first
 
 
 @settings(max_examples=60, deadline=None)

@@ -9,7 +9,7 @@ differently once other turns follow (some drop its reasoning), that answer carri
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -239,6 +239,7 @@ class Encoder:
     # -- text to tokens
 
     def _tokenize(self, plans: list[_Plan]) -> Iterator[tuple[np.ndarray, np.ndarray] | RowProblem]:
+        plans = [self._guarded(p) for p in plans]
         pieces = [_pieces(p) if self._cut(p) else [(p.text, False)] for p in plans]
         groups: dict[bool, list[str]] = {True: [], False: []}
         for plan, parts in zip(plans, pieces, strict=True):
@@ -253,7 +254,7 @@ class Encoder:
                         encoding = next(encoded[plan.special])
                         ids = np.array(encoding.ids, dtype=np.int32)
                     else:
-                        ids, encoding = self.tokenizer.encode_guarded(text, plan.quoted, plan.special)
+                        ids, encoding = self.tokenizer.encode_guarded(text, plan.special, bool(plan.quoted))
                     marks = np.full(len(ids), TRAINED if trained else 0, np.uint8)
                     if not text.isascii():
                         marks |= _inside(encoding.offsets)
@@ -265,6 +266,18 @@ class Encoder:
                 yield np.concatenate([d[0] for d in done]), np.concatenate([d[1] for d in done])
             except DataError as problem:
                 yield RowProblem(f"{problem.what}: {problem.why}")
+
+    def _guarded(self, plan: _Plan) -> _Plan:
+        """The plan over the text that `encode_guarded` takes, where a control token is one character long."""
+        if not plan.quoted:
+            return plan
+        text, spans = "", []
+        for part, trained in _pieces(plan):
+            guarded = self.tokenizer.guard(part, plan.quoted)
+            if trained:
+                spans.append((len(text), len(text) + len(guarded)))
+            text += guarded
+        return replace(plan, text=text, spans=spans)
 
     def _swallows(self, plan: _Plan, offsets: Sequence[tuple[int, int]]) -> bool:
         """Whether one token holds the end of a prompt and the beginning of its completion.
@@ -290,7 +303,7 @@ class Encoder:
                 encoding = self.tokenizer.encode([text], special)[0]
                 ids = np.array(encoding.ids, dtype=np.int32)
             else:
-                ids, encoding = self.tokenizer.encode_guarded(text, plan.quoted, special)
+                ids, encoding = self.tokenizer.encode_guarded(text, special, bool(plan.quoted))
             last = len(ids)
             while not mark and last and encoding.special_tokens_mask[last - 1]:
                 last -= 1  # an end token that the tokenizer puts after every text

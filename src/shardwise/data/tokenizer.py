@@ -118,30 +118,29 @@ class Tokenizer:
         found: list[Any] = self.backend.encode_batch(list(texts), add_special_tokens=special)
         return found
 
-    def encode_guarded(self, text: str, quoted: dict[str, str], special: bool) -> tuple[np.ndarray, Any]:
-        """Ids of a text of which only some control tokens are meant.
+    def guard(self, text: str, quoted: dict[str, str]) -> str:
+        """`text` for `encode_guarded`: its control-token text is meant and gets stand-ins; the keys of `quoted`
+        are stand-ins for control-token text that is not meant, and become that text."""
+        for control, char in self._guarded[2].items():
+            text = text.replace(control, char)
+        for char, control in quoted.items():
+            text = text.replace(char, control)
+        return text
 
-        Control-token text in `text` is meant, unless `quoted` is empty: then none is. The keys of `quoted` are
-        stand-ins for control-token text that is not. Returns ids (T,) and the Encoding (its character
-        positions hold when `quoted` is empty).
+    def encode_guarded(self, text: str, special: bool, meant: bool) -> tuple[np.ndarray, Any]:
+        """Ids (T,) and Encoding of a text in which only stand-ins (from `guard`) are control tokens.
 
-        Raises DataError when quoted text still came out as a control token.
+        `meant`: whether there may be any. Raises DataError when other text still came out as a control token.
         """
         copy, back, stand_in = self._guarded
-        meant = 0
-        if quoted:
-            for control, char in stand_in.items():
-                text = text.replace(control, char)
-            meant = sum(text.count(char) for char in stand_in.values())
-            for char, control in quoted.items():
-                text = text.replace(char, control)
+        expected = sum(text.count(char) for char in stand_in.values()) if meant else 0
         encoding = copy.encode(text, add_special_tokens=special)
         ids = np.array([back.get(i, i) for i in encoding.ids], dtype=np.int32)
         control_ids = set(self.control.values())
         got = sum(
             i in control_ids and b > a for i, (a, b) in zip(ids.tolist(), encoding.offsets, strict=True)
         )
-        if got > meant:
+        if got > expected:
             raise DataError("control-token text", "this tokenizer cannot write it as plain text")
         return ids, encoding
 
