@@ -149,7 +149,8 @@ def catalogue_offers(question: Question) -> Iterator[Offer]:
         for count in COUNTS:
             if count > question.most_gpus:
                 break
-            if count > gpu.gpus_per_node and (count % gpu.gpus_per_node or gpu.form == "desktop"):
+            alone = gpu.form == "desktop" or gpu.gpus_per_node == 1  # not sold as clusters
+            if count > gpu.gpus_per_node and (alone or count % gpu.gpus_per_node):
                 continue
             yield Offer(gpu, count, min(count, gpu.gpus_per_node))
 
