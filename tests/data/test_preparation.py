@@ -89,6 +89,29 @@ def test_a_preparation_that_broke_off_goes_on_where_it_stopped(
             assert (a == b).all()
 
 
+def test_damaged_files_are_noticed(run: Run, tmp_path: Path, monkeypatch: Any) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [chat(f"q{i}", "a") for i in range(40)])
+    whole = run(str(path))
+    tokens = whole.train.store.folder / "tokens.bin"
+    with tokens.open("r+b") as file:
+        file.truncate(100)
+    with pytest.raises(DataError, match="are damaged"):
+        run(str(path))
+    monkeypatch.setattr(build, "BATCH", 16)
+    monkeypatch.setattr(build, "JOURNAL_SECONDS", 0.0)
+
+    def stop(phase: str, done: int, total: int | None) -> None:
+        if done >= 32:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(str(path), cache=tmp_path / "cut", progress=stop)
+    [part] = (tmp_path / "cut" / "data").glob("*.partial")
+    with (part / "marks.bin").open("r+b") as file:
+        file.truncate(3)
+    assert run(str(path), cache=tmp_path / "cut").report == whole.report
+
+
 def test_two_processes_make_the_same_rows_as_one(run: Run, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(build, "BATCH", 8)
     path = write_rows(

@@ -16,7 +16,7 @@ from shardwise.data.batches import Batch, EncoderSpec, Tokens, encode_batches, w
 from shardwise.data.formats import recognise, unrecognised
 from shardwise.data.readers import Row, Unreadable, read_rows
 from shardwise.data.sources import DataFile, find_files
-from shardwise.data.store import Store, Writer, open_store
+from shardwise.data.store import Store, Writer, holds, open_store
 from shardwise.errors import DataError
 
 BATCH = 512  # rows encoded together
@@ -168,7 +168,7 @@ class _OnlyOne:
 def _fill(parts: Sequence[Part], folder: Path, spec: EncoderSpec, progress: Progress | None) -> Account:
     folder.mkdir(parents=True, exist_ok=True)
     journal = folder / "journal.json"
-    state = json.loads(journal.read_text(encoding="utf-8")) if journal.exists() else None
+    state = _resumable(folder, journal)
     account = Account.load(state["account"]) if state else Account()
     writer = Writer(folder, state["tokens"] if state else 0, state["rows"] if state else 0)
     total = _count(parts)
@@ -195,6 +195,14 @@ def _fill(parts: Sequence[Part], folder: Path, spec: EncoderSpec, progress: Prog
     if broken:
         raise _unreadable(broken)
     return account
+
+
+def _resumable(folder: Path, journal: Path) -> dict[str, Any] | None:
+    """Where a broken-off preparation stopped; None when there was none, or its files are shorter than it says."""
+    if not journal.exists():
+        return None
+    state: dict[str, Any] = json.loads(journal.read_text(encoding="utf-8"))
+    return state if holds(folder, state["tokens"], state["rows"]) else None
 
 
 def _read(

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from shardwise.errors import DataError
+
 UNTRAINED = -100
 TRAINED, INSIDE_CHARACTER = 1, 2  # bits of a mark
 
@@ -28,6 +30,18 @@ ROW = np.dtype(
         ("ended", "<u1"),  # 1: its last trained token is an end token
     ]
 )
+
+
+def sizes(tokens: int, rows: int) -> tuple[tuple[str, int], ...]:
+    """Bytes of each file of a store with so many tokens and rows."""
+    return (("tokens.bin", 4 * tokens), ("marks.bin", tokens), ("rows.bin", ROW.itemsize * rows))
+
+
+def holds(folder: Path, tokens: int, rows: int) -> bool:
+    """Whether the files are at least that long: a machine that lost power may have kept less than was written."""
+    return all(
+        (folder / n).exists() and (folder / n).stat().st_size >= size for n, size in sizes(tokens, rows)
+    )
 
 
 class Writer:
@@ -85,7 +99,7 @@ class Store:
 
 
 def open_store(folder: Path, files: Sequence[str]) -> Store:
-    """Map a finished store into memory."""
+    """Map a finished store into memory. Raises DataError when its files do not fit together."""
 
     def view(name: str, dtype: np.dtype) -> np.ndarray:
         path = folder / name
@@ -93,13 +107,20 @@ def open_store(folder: Path, files: Sequence[str]) -> Store:
             return np.zeros(0, dtype)
         return np.memmap(path, dtype=dtype, mode="r")
 
-    return Store(
-        folder,
-        tuple(files),
-        view("tokens.bin", np.dtype("<i4")),
-        view("marks.bin", np.dtype("u1")),
-        view("rows.bin", ROW),
-    )
+    try:
+        tokens, marks = view("tokens.bin", np.dtype("<i4")), view("marks.bin", np.dtype("u1"))
+        records = view("rows.bin", ROW)
+        total = int(records["end"][-1]) if len(records) else 0
+        whole = len(tokens) == len(marks) == total
+    except (OSError, ValueError):
+        whole = False
+    if not whole:
+        raise DataError(
+            f"prepared rows in '{folder}' are damaged",
+            "the files do not hold what their index says",
+            f"delete that folder and start again: rm -r '{folder}'",
+        )
+    return Store(folder, tuple(files), tokens, marks, records)
 
 
 @dataclass(frozen=True, eq=False)
