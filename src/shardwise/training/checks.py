@@ -77,6 +77,50 @@ class GradientWatch:
         return [name for (name, _), flag in zip(self.named, flags.tolist(), strict=True) if not flag]
 
 
+class FirstSteps:
+    """All of this module's checks, in the order a run meets them; nothing after the second step.
+
+    Raises RunError when the live engine is not what the recipe asked for, or ranks hold the same rows. The rest
+    is told, not refused: a model may be untrained on purpose, and an expert may have seen no token yet.
+    """
+
+    def __init__(self, engine: Engine, recipe: Recipe) -> None:
+        self.engine = engine
+        self.steps = 0
+        self.watch: GradientWatch | None = GradientWatch(engine)
+        wrong = compare_facts(engine.facts(), recipe, engine.ranks.world_size)
+        if wrong:
+            raise RunError(
+                "what is live is not what the recipe asks for",
+                "; ".join(wrong),
+                "please report this with the recipe and the versions that shardwise doctor prints",
+            )
+
+    def before_update(self, batches: Sequence[Any]) -> None:
+        """Between a step's last backward pass and its update."""
+        if self.steps == 0:
+            ranks_differ(batches, self.engine)
+        if self.watch is not None:
+            self.watch.after_backward()
+
+    def after_update(self, loss: float) -> list[str]:
+        """What a person should know about the step that just ended (collective in the second one)."""
+        self.steps += 1
+        told = []
+        if self.steps == 1:
+            vocabulary = self.engine.module.causal_lm.config.get_text_config().vocab_size
+            told += [text for text in [starting_loss(loss, vocabulary)] if text]
+        if self.steps == 2 and self.watch is not None:
+            silent, count = self.watch.finish(), len(self.watch.named)
+            self.watch = None
+            if silent:
+                told.append(
+                    f"{len(silent)} of {count} trained tensors had no gradient in the first two steps, first: "
+                    f"{silent[0]}; what is not reached by the loss does not learn"
+                )
+        return told
+
+
 def watch_gradients(engine: Engine) -> GradientWatch:
     """Start watching; two steps are needed, since LoRA's first matrix gets none while the second is zero."""
     return GradientWatch(engine)
