@@ -11,8 +11,10 @@ import pytest
 from made_runs import HOSTILE
 from served_page import TOKEN, Page
 
+from shardwise.recipe import parse_recipe
 from shardwise.runs import create_run
 from shardwise.web.library import Library
+from shardwise.web.runs_pages import again
 
 
 def get(site: Page, path: str, zipped: bool = False) -> tuple[int, bytes]:
@@ -114,3 +116,10 @@ def test_log_shows_the_last_state_of_a_progress_bar(tmp_path: Path) -> None:
         assert told["text"] == "loading\n100%\nend\n"
     finally:
         site.close()
+
+
+def test_training_again_takes_a_new_name() -> None:
+    text = again("model: tiny\ndata: rows.jsonl\nlora: {rank: 4}\nrun: {name: taken}\n")
+    recipe = parse_recipe(text)
+    assert recipe.run.name is None and recipe.lora.rank == 4
+    assert again("model: tiny  # as written\ndata: x\n") == "model: tiny  # as written\ndata: x\n"

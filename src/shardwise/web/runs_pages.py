@@ -8,7 +8,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from shardwise.errors import ShardwiseError, UnknownNameError, UsageError
-from shardwise.recipe import parse_recipe
+from shardwise.recipe import dump_recipe, parse_recipe
 from shardwise.report.run_html import run_bars, run_html
 from shardwise.report.run_json import run_json, run_row
 from shardwise.runs import RunFolder
@@ -117,7 +117,7 @@ class RunsPages:
     def start_page(self, request: Request) -> Response:
         text = ""
         if name := request.query_params.get("from"):
-            text = self.library.run(name).recipe_text()
+            text = again(self.library.run(name).recipe_text())
         if wants_json(request):
             return Json({"recipe": text})
         return page("start.html", here="start", recipe=text)
@@ -149,6 +149,18 @@ class RunsPages:
 
     def _run(self, request: Request) -> RunFolder:
         return self.library.run(request.path_params["name"])
+
+
+def again(recipe_text: str) -> str:
+    """A run's recipe for a new run: all but its name, which is taken."""
+    try:
+        recipe = parse_recipe(recipe_text)
+    except ShardwiseError:
+        return recipe_text
+    if recipe.run.name is None:
+        return recipe_text
+    run = recipe.run.model_copy(update={"name": None})
+    return dump_recipe(recipe.model_copy(update={"run": run}), comment=f"as the run {recipe.run.name}")
 
 
 def differences(views: list[Any]) -> list[tuple[str, list[str]]]:
