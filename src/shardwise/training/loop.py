@@ -18,6 +18,7 @@ from shardwise.recipe.schema import Recipe
 from shardwise.runs import RunFolder
 from shardwise.training.batches import pack
 from shardwise.training.checkpoint.save import Saved, save
+from shardwise.training.checks import FirstSteps
 from shardwise.training.engines.protocol import Engine
 from shardwise.training.meter import Meter, resident_bytes
 from shardwise.training.progress import Bar
@@ -85,6 +86,7 @@ def train(job: Job, start: int, bar: Bar) -> Totals:
     mean: float | None = None
     held_out: float | None = None
 
+    first_steps = FirstSteps(engine, recipe)
     for step in range(start, order.steps):
         began = time.perf_counter()
         rate = learning_rate(recipe.schedule, peak_rate, step, order.steps)
@@ -109,6 +111,7 @@ def train(job: Job, start: int, bar: Bar) -> Totals:
             total, stop = _agree(engine, total, bool(job.stop.asked))
             mean = total / step_trained
             _check_finite(job, step, mean, "loss", losses, shares)
+            first_steps.before_update(batches)
             job.meter.phase("step")
             job.watch.beat(step + 1, "update")
             norm = engine.step(rate, recipe.optimizer.max_grad_norm)
@@ -139,6 +142,9 @@ def train(job: Job, start: int, bar: Bar) -> Totals:
                 epoch=(step + 1) / order.steps_per_epoch,
             )
             bar.step(step + 1, mean, tokens / seconds, job.meter.peak.bytes)
+        for text in first_steps.after_update(mean):
+            if lead:
+                bar.say(f"warning: {text}")
         done = step + 1 == order.steps
         held_out = None
         if done or (evaluate_every and (step + 1) % evaluate_every == 0):
