@@ -142,10 +142,10 @@ def test_a_stopped_rank_is_found_with_every_ranks_stack(train: Train) -> None:
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_update_naming_rank_and_rows(train: Train) -> None:
-    # step 6 of 12, on rank 1: its 2 forwards a step make that its 11th
+    # 9 bins an epoch in steps of 4, 4 and 1: rank 1 makes 5 forwards in 3 steps, the 11th in step 7
     ended = train("diverged", "nan:1:0", settings=("engine.name=ddp",), FAULT_NAN_CALL="11")
     assert ended.code == 1
-    assert re.search(r"step 6: loss is nan \(rank 1, rows \S*chat\.jsonl:\d+", ended.text), ended.text[-2000:]
+    assert re.search(r"step 7: loss is nan \(rank 1, rows \S*chat\.jsonl:\d+", ended.text), ended.text[-2000:]
     newest = choose(ended.run).checkpoint
     assert (
         newest is not None and newest.step == 4
