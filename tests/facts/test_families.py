@@ -76,6 +76,28 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "llama4_text": [
         {"num_local_experts": 4, "head_dim": 12, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 60}
     ],
+    "glm4_moe_lite": [
+        MOE
+        | MLA
+        | {"q_lora_rank": 16, "num_key_value_heads": 4, "mlp_layer_types": ["dense", "sparse", "sparse"]}
+    ],
+    "qwen3_next": [
+        MOE
+        | {
+            "num_experts": 4,
+            "shared_expert_intermediate_size": 40,
+            "head_dim": 12,
+            "num_hidden_layers": 4,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 6,
+            "linear_value_head_dim": 10,
+        },
+    ],
+    "lfm2": [{"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16}],
+    "lfm2_moe": [
+        MOE | {"num_experts": 4, "num_dense_layers": 1, "layer_types": ["conv", "full_attention", "conv"]}
+    ],
     "seed_oss": [{"head_dim": 12}],
 }
 CASES = [
@@ -83,7 +105,21 @@ CASES = [
     for family in FAMILIES
     if family not in OWN_CODE
     for variant in (
-        ([{}] if family not in ("hunyuan_v1_dense", "glm", "glm4", "nemotron", "ministral") else [])
+        (
+            [{}]
+            if family
+            not in (
+                "hunyuan_v1_dense",
+                "glm",
+                "glm4",
+                "nemotron",
+                "ministral",
+                "glm4_moe_lite",
+                "qwen3_next",
+                "lfm2_moe",
+            )
+            else []
+        )
         + VARIANTS.get(family, [])
     )
 ]
@@ -94,6 +130,7 @@ REAL = """
     EleutherAI/pythia-1b facebook/opt-125m tiiuae/falcon-7b tiiuae/falcon-40b bigscience/bloom-7b1
     mistralai/Mixtral-8x7B-v0.1 deepseek-ai/DeepSeek-V2-Lite deepseek-ai/DeepSeek-V3 openai/gpt-oss-20b
     allenai/OLMo-2-1124-7B ibm/PowerLM-3b ibm-granite/granite-3.0-3b-a800m-base CohereLabs/aya-expanse-8b
+    Qwen/Qwen3-Next-80B-A3B-Instruct LiquidAI/LFM2-8B-A1B zai-org/GLM-4.7-Flash
     THUDM/GLM-4-9B-0414 zai-org/GLM-4.5-Air bigcode/starcoder2-7b stabilityai/stablelm-2-1_6b
     mosaicml/mpt-7b nvidia/nemotron-4-8b ByteDance-Seed/Seed-OSS-36B-Base moonshotai/Moonlight-16B-A3B
 """.split()  # noqa: SIM905

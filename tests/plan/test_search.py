@@ -130,3 +130,24 @@ def test_buying_and_renting_give_different_costs(buy: bool) -> None:
     option = ask(buy=buy, methods=("lora",)).options[0]
     assert option.cost is not None
     assert ("over" in option.cost.source) == buy
+
+
+def test_every_known_model_can_be_estimated_with_every_method() -> None:
+    from shardwise.estimate.memory.formula import estimate_memory
+    from shardwise.estimate.speed import estimate_speed
+    from shardwise.estimate.stack import Stack
+    from shardwise.facts.catalogue import known_models
+    from shardwise.facts.gpus import find_gpu
+
+    gpu, families = find_gpu("H100-80GB"), set()
+    for name in known_models():
+        shape = catalogue_shape(name)
+        assert shape is not None
+        if shape.family in families:
+            continue
+        families.add(shape.family)
+        for method in ("full", "lora", "qlora"):
+            stack = Stack(method=method, sharding="fsdp2", world_size=8, gpus_per_node=8)  # type: ignore[arg-type]
+            assert estimate_memory(shape, stack).allocated_bytes > 0
+            assert estimate_speed(shape, gpu, stack).step_seconds > 0
+    assert len(families) > 35

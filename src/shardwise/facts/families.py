@@ -5,7 +5,7 @@ Counts equal those of transformers' own classes on the meta device (tests/facts/
 
 from collections.abc import Callable
 
-from shardwise.facts import older_families
+from shardwise.facts import hybrid_families, older_families
 from shardwise.facts.tensors import (
     LAYER,
     Config,
@@ -53,7 +53,7 @@ def _llama_like(t: Tensors, c: Config) -> None:
     )
     out_bias = (bias and family not in _NO_OUT_BIAS) or bool(c.get("attention_out_bias"))
     t.ends(c, "model.embed_tokens", "model.norm", layer_norm, affine=family != "olmo")
-    if family in ("deepseek_v2", "deepseek_v3"):
+    if family in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"):
         _latentseparate_attention(t, c)
     else:
         separate_attention(t, c, f"{LAYER}.self_attn", bias, out_bias)
@@ -238,11 +238,23 @@ def siglip_tower(t: Tensors, v: Config, text_hidden: int) -> None:
 _LLAMA_LIKE = (
     *("llama", "llama4_text", "mistral", "ministral", "mixtral", "smollm3", "arcee", "apertus"),
     *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "gpt_oss"),
-    *("deepseek_v2", "deepseek_v3", "glm", "glm4", "glm4_moe", "seed_oss", "hunyuan_v1_dense"),
+    *(
+        "deepseek_v2",
+        "deepseek_v3",
+        "glm",
+        "glm4",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "seed_oss",
+        "hunyuan_v1_dense",
+    ),
     *("olmo", "olmo2", "olmo3", "olmoe", "granite", "granitemoe", "granitemoeshared"),
     *("cohere", "cohere2", "starcoder2", "stablelm", "nemotron"),
 )
 FAMILIES: dict[str, Callable[[Tensors, Config], None]] = dict.fromkeys(_LLAMA_LIKE, _llama_like) | {
+    "qwen3_next": hybrid_families.qwen3_next,
+    "lfm2": hybrid_families.lfm2,
+    "lfm2_moe": hybrid_families.lfm2,
     "phi": _phi,
     "phi3": _phi3,
     "gpt2": older_families.gpt2,

@@ -13,8 +13,17 @@ from typing import Any
 from shardwise.errors import ModelError, nearest
 from shardwise.facts import headers
 from shardwise.facts.families import FAMILIES, PLAIN_MLP, tensor_groups
+from shardwise.facts.hybrid_families import lfm2_width
 from shardwise.facts.shape import ATTENTION_MODULES, ModelShape
-from shardwise.facts.tensors import Config, TensorGroup, experts, head_dim, kv_heads, moe_layers
+from shardwise.facts.tensors import (
+    Config,
+    TensorGroup,
+    attention_layers,
+    experts,
+    head_dim,
+    kv_heads,
+    moe_layers,
+)
 
 __all__ = ["ATTENTION_MODULES", "ModelShape", "TensorGroup", "read_model", "shape_from_config"]
 
@@ -181,7 +190,8 @@ def shape_from_config(
 
 
 def _check_divides(c: Config, source: str) -> None:
-    if not c.get("head_dim") and c["hidden_size"] % c["num_attention_heads"]:
+    latent = c.get("kv_lora_rank")  # heads of their own size
+    if not latent and not c.get("head_dim") and c["hidden_size"] % c["num_attention_heads"]:
         raise ModelError(
             f"the config of '{source}' is not consistent",
             f"hidden_size {c['hidden_size']} is not a multiple of "
@@ -223,6 +233,8 @@ def _windows(c: Config) -> tuple[int | None, int]:
     """Sliding window (tokens) and the number of layers with full attention."""
     layers, family = c["num_hidden_layers"], c["model_type"]
     window = c.get("sliding_window")
+    if family in ("qwen3_next", "lfm2", "lfm2_moe"):
+        return None, attention_layers(c)
     if not window or c.get("use_sliding_window") is False:
         return None, layers
     kinds = c.get("layer_types")
@@ -308,6 +320,8 @@ def _width(c: Config) -> int:
         return int(c.get("intermediate_size_mlp") or c["intermediate_size"])
     if family == "mpt":
         return int(c["expansion_ratio"] * c["hidden_size"])
+    if family == "lfm2":
+        return lfm2_width(c)
     named = c.get("intermediate_size") or c.get("n_inner") or c.get("ffn_dim") or c.get("ffn_hidden_size")
     return int(named or 4 * c["hidden_size"])
 

@@ -90,15 +90,28 @@ def moe_layers(c: Config) -> tuple[int, ...]:
     family, layers = c["model_type"], c["num_hidden_layers"]
     if family in ("mixtral", "olmoe", "granitemoe", "granitemoeshared", "gpt_oss"):
         return tuple(range(layers))
-    if family in ("qwen2_moe", "qwen3_moe"):
+    if family == "lfm2_moe":
+        return tuple(range(min(layers, c["num_dense_layers"]), layers))
+    if family in ("qwen2_moe", "qwen3_moe", "qwen3_next"):
         step, dense = c["decoder_sparse_step"], c.get("mlp_only_layers") or ()
         return tuple(i for i in range(layers) if i not in dense and (i + 1) % step == 0 and experts(c))
-    if family in ("deepseek_v2", "deepseek_v3", "glm4_moe"):
+    if family in ("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite"):
         return tuple(range(c["first_k_dense_replace"], layers))
     if family == "llama4_text":
         step = c.get("interleave_moe_layer_step") or 1
         return tuple(c.get("moe_layers") or range(step - 1, layers, step))
     return ()
+
+
+def attention_layers(c: Config) -> int:
+    """Layers with attention over the whole sequence in a hybrid family; all of them where nothing says otherwise."""
+    kinds = c.get("layer_types")
+    if kinds:
+        return sum(kind == "full_attention" for kind in kinds[: c["num_hidden_layers"]])
+    if c.get("full_attn_idxs") is not None:
+        return len(c["full_attn_idxs"])
+    every = 4 if c["model_type"] == "qwen3_next" else 1
+    return int(c["num_hidden_layers"]) // int(c.get("full_attention_interval") or every)
 
 
 def experts(c: Config) -> int:

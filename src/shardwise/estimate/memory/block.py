@@ -13,7 +13,7 @@ from shardwise.estimate.memory.trainer import Trainer
 from shardwise.facts.model import ModelShape
 
 _ATTENTION_OUT = ("o_proj", "out_proj", "dense", "c_proj")
-_MLP_OUT = ("down_proj", "fc2", "c_proj", "dense_4h_to_h", "output_linear")
+_MLP_OUT = ("down_proj", "w2", "fc2", "c_proj", "dense_4h_to_h", "output_linear")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,8 @@ def block_of(shape: ModelShape, method: str, rank: int, targets: str | tuple[str
         if t.kind != "linear" or not t.per_layer or t.part != "text" or t.count < half:
             continue
         stem = t.name.removesuffix(".weight")
-        place = "attention" if "attn" in stem or "attention" in stem else "mlp"
+        mixer = any(word in stem for word in ("attn", "attention", ".conv."))
+        place = "attention" if mixer else "mlp"
         outputs, inputs = t.shape[0], t.shape[1]
         matrices[place].append(
             Matrix(

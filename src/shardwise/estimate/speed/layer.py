@@ -217,7 +217,8 @@ def _attention_flops(shape: ModelShape, tokens: int, sequence: int) -> float:
     """Forward FLOPs of scores and values, causal half, sliding windows respected."""
     width = shape.num_attention_heads * shape.head_dim
     window = shape.sliding_window
-    full, windowed = shape.full_attention_layers, shape.num_hidden_layers - shape.full_attention_layers
+    full = shape.full_attention_layers
+    windowed = shape.num_hidden_layers - full if window else 0  # without a window: layers of another kind
     reach = sequence / 2
     short = min(window or sequence, sequence)
     short_reach = short - short * short / (2 * sequence)  # mean keys a query sees
