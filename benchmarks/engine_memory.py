@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 TARGET = Path(__file__).parents[1] / "measurements" / "engine-memory-smollm2-2-ranks.json"
+# ZeRO-3 keeps up to a billion elements gathered by default, which is this whole model.
+LIVE = {"max_live_parameters": 10_000_000, "param_persistence_threshold": 0}
 BUCKETS = {
     "reduce_bucket_size": 10_000_000,
     "allgather_bucket_size": 10_000_000,

@@ -1,0 +1,131 @@
+"""Kubernetes manifests pass three layers, and each layer catches a planted mistake.
+
+1. JSON Schemas of the API's own models, made strict: no unknown field anywhere.
+2. Those models themselves (package kubeflow-trainer-api), which check types.
+3. kubernetes-validate on the Job inside a JobSet.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+sys.path.insert(0, str(Path(__file__).parent))
+from made import launched
+
+from shardwise.errors import RecipeError
+from shardwise.launch.targets import kubernetes
+
+models = pytest.importorskip("kubeflow_trainer_api.models", reason="needs the package kubeflow-trainer-api")
+jsonschema = pytest.importorskip("jsonschema", reason="needs the package jsonschema")
+
+KINDS = ("trainjob", "jobset")
+GPUS = {"gpus": "8xH100-80GB", "fabric": "infiniband", "environment": ["HF_TOKEN"]}
+
+
+def manifest(tmp_path: Path, kind: str) -> tuple[Any, Any]:
+    section = {"kind": kind, "claim": "work", "secret": "tokens", "node_selector": {"pool": "no"}}
+    text = kubernetes.render(launched(tmp_path, kubernetes=section, **GPUS))
+    config_map, job = YAML(typ="safe").load_all(text)
+    return config_map, job
+
+
+def model(kind: str) -> Any:
+    return models.TrainerV1alpha1TrainJob if kind == "trainjob" else models.JobsetV1alpha2JobSet
+
+
+def strict_schema(kind: str) -> dict[str, Any]:
+    """The model's JSON Schema with unknown fields refused wherever fields are listed."""
+    schema: dict[str, Any] = model(kind).model_json_schema(by_alias=True)
+    for part in (schema, *schema["$defs"].values()):
+        if "properties" in part:
+            part["additionalProperties"] = False
+    return schema
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_strict_schema_accepts_ours_and_catches_an_unknown_field(kind: str, tmp_path: Path) -> None:
+    _, job = manifest(tmp_path, kind)
+    jsonschema.validate(job, strict_schema(kind))
+    spec = job["spec"]["trainer"] if kind == "trainjob" else job["spec"]["failurePolicy"]
+    spec["numNode" if kind == "trainjob" else "maxRestart"] = 2
+    with pytest.raises(jsonschema.ValidationError, match="numNode|maxRestart"):
+        jsonschema.validate(job, strict_schema(kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_api_models_accept_ours_and_catch_a_wrong_type(kind: str, tmp_path: Path) -> None:
+    _, job = manifest(tmp_path, kind)
+    assert model(kind).from_dict(job).metadata.name == "demo"
+    spec = job["spec"]["trainer"] if kind == "trainjob" else job["spec"]["failurePolicy"]
+    spec["numNodes" if kind == "trainjob" else "maxRestarts"] = "2"
+    with pytest.raises(ValueError, match="numNodes|maxRestarts"):
+        model(kind).from_dict(job)
+
+
+def inner(job: Any) -> dict[str, Any]:
+    template = job["spec"]["replicatedJobs"][0]["template"]
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "inner"}, **template}
+
+
+def test_kubernetes_validate_accepts_the_inner_job_and_catches_a_mistake(tmp_path: Path) -> None:
+    validate = pytest.importorskip("kubernetes_validate", reason="needs the package kubernetes-validate")
+    config_map, job = manifest(tmp_path, "jobset")
+    validate.validate(config_map, "1.34", strict=True)
+    whole = inner(job)
+    validate.validate(whole, "1.34", strict=True)
+    whole["spec"]["template"]["spec"]["containers"][0]["volumeMounts"][0]["mountpath"] = "/x"
+    with pytest.raises(validate.ValidationError, match="mountpath"):
+        validate.validate(whole, "1.34", strict=True)
+
+
+def test_pods_of_a_trainjob_are_valid(tmp_path: Path) -> None:
+    validate = pytest.importorskip("kubernetes_validate", reason="needs the package kubernetes-validate")
+    _, job = manifest(tmp_path, "trainjob")
+    patch = job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]
+    spec = patch["template"]["spec"]["template"]["spec"]
+    trainer = job["spec"]["trainer"]
+    spec["containers"][0] |= {key: trainer[key] for key in ("image", "command", "env")}
+    spec["containers"][0]["resources"] = trainer["resourcesPerNode"]
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": spec}
+    validate.validate(pod, "1.34", strict=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_manifest_says_what_a_run_needs(kind: str, tmp_path: Path) -> None:
+    config_map, job = manifest(tmp_path, kind)
+    recipe = YAML(typ="safe").load(config_map["data"]["recipe.yaml"])
+    assert recipe["model"]["source"] == "org/model" and recipe["run"]["name"] == "demo"
+    text = str(job)
+    for needed in (
+        "/dev/shm",
+        "nvidia.com/gpu",
+        "secretKeyRef",
+        "'pool': 'no'",
+        "NCCL_NET",
+        "'claimName': 'work'",
+    ):
+        assert needed in text, needed
+    assert ("PET_" in text) is False  # the Trainer sets them, and refuses them in trainer.env
+
+
+def test_what_kubernetes_would_ignore_or_refuse_is_refused_here(tmp_path: Path) -> None:
+    claim = {"claim": "work"}
+    with pytest.raises(RecipeError, match="setup"):
+        kubernetes.render(launched(tmp_path, kubernetes=claim, setup=["module load x"]))
+    with pytest.raises(RecipeError, match="Secret"):
+        kubernetes.render(launched(tmp_path, kubernetes=claim, environment=["HF_TOKEN"]))
+    with pytest.raises(RecipeError, match="claim"):
+        kubernetes.render(launched(tmp_path))
+    with pytest.raises(RecipeError, match="Kubernetes object") as refused:
+        kubernetes.render(launched(tmp_path, name="My_Run", kubernetes=claim))
+    assert "my-run" in refused.value.hint
+
+
+def test_values_stay_strings_in_yaml(tmp_path: Path) -> None:
+    evil = 'x", command: ["touch x"], y: "'
+    text = kubernetes.render(launched(tmp_path, kubernetes={"claim": "work", "image": evil}))
+    _, job = YAML(typ="safe").load_all(text)
+    assert job["spec"]["trainer"]["image"] == evil
