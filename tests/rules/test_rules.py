@@ -70,7 +70,7 @@ CASES = [
     ("deepspeed_keeps_masters", ["engine.name=deepspeed", "optimizer.master_weights=false"], CUDA, {}),
     ("sharded_updates_are_elementwise", ["engine.name=fsdp2", "optimizer.name=muon"], CUDA, {}),
     ("sharded_updates_are_elementwise", ["engine.name=deepspeed", "optimizer.name=adafactor"], CUDA, {}),
-    ("deepspeed_optimizers", ["engine.name=deepspeed", "optimizer.name=adamw_8bit"], CUDA, {}),
+    ("split_states_are_not_quantised", ["engine.name=deepspeed", "optimizer.name=adamw_8bit"], CUDA, {}),
     ("offloaded_update_is_adam", ["engine.name=deepspeed", "optimizer.name=sgd", "engine.deepspeed.offload_optimizer=cpu"], CUDA, {}),
     ("batch_divides", ["engine.processes=2", "training.global_batch_size=9", "training.micro_batch_size=2"], CUDA, {}),
     ("qlora_is_not_for_zero_3", ["method=qlora", "engine.name=deepspeed", "engine.deepspeed.zero_stage=3"], CUDA, {}),

@@ -112,17 +112,18 @@ def sharded_updates_are_elementwise(recipe: Recipe, _: ModelShape | None, __: Si
         )
 
 
-def deepspeed_optimizers(recipe: Recipe, _: ModelShape | None, __: Situation) -> Iterator[Problem]:
-    """ZeRO flattens parameters; 8-bit states of flat partitions cannot be saved by parameter."""
-    name = recipe.optimizer.name
-    if recipe.engine.name == "deepspeed" and name.endswith("8bit"):
+def split_states_are_not_quantised(recipe: Recipe, _: ModelShape | None, __: Situation) -> Iterator[Problem]:
+    """8-bit states are blocks with a scale each; a block across two ranks cannot be saved by parameter."""
+    name, engine = recipe.optimizer.name, recipe.engine.name
+    if engine in ("fsdp2", "deepspeed") and name.endswith("8bit"):
+        offload = "engine.fsdp2.cpu_offload: true" if engine == "fsdp2" else "offload_optimizer: cpu"
         yield Problem(
-            "deepspeed_optimizers",
+            "split_states_are_not_quantised",
             "optimizer.name",
-            f"optimizer.name: {name} with engine.name: deepspeed",
-            "ZeRO keeps states flat and in fp32, split over the ranks",
-            "use optimizer.name: adamw with offload_optimizer: cpu, or engine.name: fsdp2",
-            ZERO,
+            f"optimizer.name: {name} with engine.name: {engine}",
+            "8-bit states come in blocks that do not end where shards do: no other number of ranks could load them",
+            f"use optimizer.name: adamw (with {offload} if states do not fit), or engine.name: ddp",
+            "https://huggingface.co/docs/bitsandbytes/main/en/optimizers",
         )
 
 
@@ -167,7 +168,7 @@ RULES = (
     nvme_needs_a_folder,
     deepspeed_keeps_masters,
     sharded_updates_are_elementwise,
-    deepspeed_optimizers,
+    split_states_are_not_quantised,
     offloaded_update_is_adam,
     batch_divides,
 )
