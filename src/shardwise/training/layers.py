@@ -8,7 +8,7 @@ from shardwise.training.model import LossModel
 def decoder_layers(module: LossModel) -> list[nn.Module]:
     """The layers of the decoder stack, in order: its longest list of modules, under whatever name."""
     lists = [m for m in module.decoder().children() if isinstance(m, nn.ModuleList)]
-    return list(max(lists, key=len)) if lists else []
+    return list(max(lists, key=lambda modules: len(modules))) if lists else []
 
 
 def compile_layers(module: LossModel) -> None:
