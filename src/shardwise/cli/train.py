@@ -72,6 +72,7 @@ def decide_and_show(recipe: "Recipe") -> "Job":
     from rich.console import Console
 
     from shardwise.launch.job import decide
+    from shardwise.launch.space import require_space, space
     from shardwise.report.decided import decided_text
 
     errors = Console(stderr=True, highlight=False)
@@ -84,6 +85,8 @@ def decide_and_show(recipe: "Recipe") -> "Job":
     console = Console(highlight=False)
     console.print(data_line(job.prepared.report))
     console.print(decided_text(job.plan))
+    console.print(f"disk  {space(job, Path(recipe.run.folder))}")
+    require_space(job, Path(recipe.run.folder))
     return job
 
 

@@ -284,8 +284,10 @@ def _guilt(rank: _Rank) -> tuple[bool, bool, float, int]:
     """Sorts the cause of a failure before its consequences."""
     text = "\n".join(_tail(rank.log_path))
     killed = rank.process.returncode < 0
-    echo = not killed and any(e in text for e in ECHOES)
-    return echo, not killed, rank.ended_at or float("inf"), rank.number
+    # gloo and NCCL end a process by SIGABRT when a peer has gone: a consequence as well
+    aborted = rank.process.returncode == -signal.SIGABRT
+    echo = aborted or (not killed and any(e in text for e in ECHOES))
+    return echo, not killed or aborted, rank.ended_at or float("inf"), rank.number
 
 
 def _describe(rank: _Rank, kernel_killed: bool, peaks: tuple[int, ...]) -> Failure:

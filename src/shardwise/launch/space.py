@@ -2,6 +2,7 @@
 
 import shutil
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,27 +25,43 @@ def checkpoint_bytes(trainable_parameters: int, recipe: Recipe) -> int:
     return int(trainable_parameters * (weights + states))
 
 
-def require_space(job: "Job", folder: Path) -> None:
-    """Raise UsageError when `folder`'s disk has no room for the checkpoints that exist at one time and the result.
+@dataclass(frozen=True)
+class Space:
+    """What a run will leave on a disk at its peak, and what is free there."""
 
-    At the peak there are `keep` of the latest, the best one, and one being written.
-    """
-    recipe = job.recipe
+    checkpoint_bytes: int
+    checkpoints: int  # at one time: the `keep` latest, the best one, and one being written
+    needed_bytes: int  # all of them and the result
+    free_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"{format_bytes(self.checkpoint_bytes)} a checkpoint, at most {self.checkpoints} at a time: "
+            f"{format_bytes(self.needed_bytes)} with the result; {format_bytes(self.free_bytes)} are free"
+        )
+
+
+def space(job: "Job", folder: Path) -> Space:
+    """Disk space of a decided run that writes below `folder`."""
+    recipe, lora = job.recipe, job.recipe.lora
     every = recipe.checkpoint.every_steps
     steps = job.plan.steps
     saves = max(1, -(-steps // every)) if isinstance(every, int) and every and steps else 1
     count = min(saves, recipe.checkpoint.keep + 1) + (1 if saves > 1 else 0)
-    lora = recipe.lora
     trained = counts(job.shape, recipe.method, lora.rank, lora.targets, lora.dora, experts=False).trained
     each = checkpoint_bytes(trained, recipe)
     result = trained * (2 if recipe.training.precision == "bf16" else 4)
-    needed = count * each + result
-    where = existing(folder)
-    free = shutil.disk_usage(where).free
-    if free < needed:
+    return Space(each, count, count * each + result, shutil.disk_usage(existing(folder)).free)
+
+
+def require_space(job: "Job", folder: Path) -> None:
+    """Raise UsageError, with both numbers, when `folder`'s disk has no room for what the run will leave there."""
+    found = space(job, folder)
+    if found.free_bytes < found.needed_bytes:
         raise UsageError(
-            f"the run needs {format_bytes(needed)} in '{folder}', {format_bytes(free)} are free",
-            f"{count} checkpoints of {format_bytes(each)} at a time, and the result",
+            f"the run needs {format_bytes(found.needed_bytes)} in '{folder}', "
+            f"{format_bytes(found.free_bytes)} are free",
+            f"{found.checkpoints} checkpoints of {format_bytes(found.checkpoint_bytes)} at a time, and the result",
             "make room, choose another disk with --set run.folder=PATH, or set checkpoint.keep: 1 and "
             "checkpoint.every_steps: 0",
         )

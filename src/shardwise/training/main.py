@@ -1,5 +1,6 @@
 """One rank of a run: `python -m shardwise.training.main RUN_FOLDER [--resume]`. Started by shardwise.launch."""
 
+import math
 import os
 import sys
 import time
@@ -20,7 +21,7 @@ from shardwise.facts.weights import weights_digest
 from shardwise.recipe import Recipe, parse_recipe
 from shardwise.runs import RunFolder
 from shardwise.runs.changes import check, compare, facts
-from shardwise.runs.checkpoints import Skipped, chosen, facts_of
+from shardwise.runs.checkpoints import Skipped, best, chosen, facts_of
 from shardwise.training import samples
 from shardwise.training.build import build_engine
 from shardwise.training.checkpoint.load import load
@@ -110,6 +111,7 @@ def rank_main(run: RunFolder, ranks: Ranks, stop: Stop, resume: bool) -> None:
     prompts = samples.pick(prepared.validation, tokenizer, recipe.evaluation.samples)
     try:
         if lead:
+            _explain_best(run, recipe)
             run.event("start", steps=order.steps, world_size=ranks.world_size, device=_device_name(device))
         before = log_evaluation(job, start, bar) if not start else None
         watch.beat(start, "samples", SAVE_SECONDS)
@@ -124,6 +126,12 @@ def rank_main(run: RunFolder, ranks: Ranks, stop: Stop, resume: bool) -> None:
         engine.close()
     if not lead:
         return
+    kept, top = [c.step for c in run.checkpoints()], best(run)
+    removed = [step for e in run.events("checkpoint") for step in e.model_dump().get("removed", [])]
+    if removed:
+        told = f"checkpoints of steps {', '.join(map(str, kept))} are kept"
+        told += f" (best: {top.step})" if top else ""
+        print(f"{told}; removed on the way: {', '.join(map(str, removed))}", file=sys.stderr, flush=True)
     measured = {
         "peak_allocated_bytes": meter.peak.bytes,
         "peak_reserved_bytes": meter.peak.reserved_bytes,
@@ -212,6 +220,20 @@ def _resume(run: RunFolder, engine: Engine, now: Mapping[str, Any]) -> int:
         run.event("resume", step=found[0], path=str(path))
         print(f"resumed from {path} after step {found[0]}", file=sys.stderr, flush=True)
     return int(found[0])
+
+
+def _explain_best(run: RunFolder, recipe: Recipe) -> None:
+    """Which checkpoints can be the best one: those whose step is evaluated too."""
+    save, evaluate = recipe.checkpoint.every_steps, recipe.evaluation.every_steps
+    if not (isinstance(save, int) and isinstance(evaluate, int) and save and evaluate):
+        return
+    if save % evaluate:
+        message = (
+            f"saved every {save} steps, evaluated every {evaluate}: the best checkpoint is chosen among those of "
+            f"every {math.lcm(save, evaluate)} steps and the last, where both meet"
+        )
+        run.event("warning", message=message)
+        print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
 def _tell(skipped: Sequence[Skipped]) -> None:
