@@ -3,6 +3,8 @@
 inputs/measured_runs.csv holds facts from the files and tables that its columns source and source_path name.
 """
 
+import os
+import re
 from functools import cache
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 
 from shardwise.plan.accuracy import Score, score_throughput
 from shardwise.plan.rows import read_rows
-from shardwise.report.accuracy_text import accuracy_json, accuracy_text
+from shardwise.report.accuracy_text import accuracy_json, accuracy_text, markdown_table
 
 TABLE = Path(__file__).parent / "inputs" / "measured_runs.csv"
 
@@ -61,3 +63,16 @@ def test_the_score_prints_as_text_and_json(worst: int) -> None:
     found = accuracy_json(memory, score())["throughput"]
     assert found["scored"] == len(score().compared) == len(found["rows"])
     assert found["groups"]["GPU"]
+
+
+def test_the_table_in_the_docs_is_this_score() -> None:
+    """Write it anew with SHARDWISE_WRITE_GOLDEN=1."""
+    file = Path(__file__).parents[2] / "docs" / "accuracy.md"
+    text = file.read_text()
+    found = re.search(r"(<!-- throughput: .*? -->\n)(.*?)(\n<!-- end -->)", text, flags=re.S)
+    assert found is not None
+    table = markdown_table(score())
+    if os.environ.get("SHARDWISE_WRITE_GOLDEN"):
+        file.write_text(text[: found.start(2)] + table + text[found.end(2) :])
+    else:
+        assert found[2] == table

@@ -109,3 +109,17 @@ def _group_json(score: Score) -> dict[str, Any]:
 def _row_json(c: Compared) -> dict[str, Any]:
     return {"id": c.row.id, "measured": c.measured, "estimated": c.estimated, "low": c.low, "high": c.high,
             "error": c.error, "covered": c.covered}  # fmt: skip
+
+
+def markdown_table(score: Score, groups: tuple[str, ...] = ("method", "GPU", "source")) -> str:
+    """The score as a table for the docs: all rows, then by group."""
+    lines = ["| | rows | median | median abs | p90 abs | in range |", "|---|---|---|---|---|---|"]
+    parts = [("all", score)] + [
+        (name, part) for label in groups for name, part in score.by(GROUPS[label]).items()
+    ]
+    for name, part in parts:
+        lines.append(
+            f"| {name} | {len(part.compared)} | {part.median_signed:+.1%} | {part.median_absolute:.1%} | "
+            f"{part.p90_absolute:.1%} | {part.range_coverage:.0%} |"
+        )
+    return "\n".join(lines)
