@@ -1,4 +1,4 @@
-"""The shell scripts and the Ray driver: every value is one word, secrets are names, nothing is adjusted in silence."""
+"""The shell scripts and the Ray driver: every value is one word, and secrets are names."""
 
 import ast
 import os
@@ -41,9 +41,9 @@ def test_slurm_script_runs_nothing_that_a_name_says(tmp_path: Path, monkeypatch)
     monkeypatch.chdir(evil)
     run = launched(tmp_path, name="$(touch x)", run_folder="$(touch y)", interface="`touch z`")
     words, _ = run_script(
-        slurm.render(run), evil, SLURM_JOB_ID="7", SLURM_JOB_NODELIST="n[1-2]", MASTER_ADDR="head"
+        slurm.render(run), tmp_path, SLURM_JOB_ID="7", SLURM_JOB_NODELIST="n[1-2]", MASTER_ADDR="head"
     )
-    assert not [name for name in "xyz" if (evil / name).exists()]
+    assert not [name for name in "xyz" if (evil / name).exists() or (tmp_path / name).exists()]
     assert words[words.index("--name") + 1] == "$(touch x)"
     assert words[-1] == "$(touch y)/$(touch x)"
     assert "--rdzv-endpoint=head:20007" in words and "--rdzv-id=7-0" in words
