@@ -60,6 +60,12 @@ def launch(
         click.echo(module.render(run), nl=False)
         return
     found = submission.submit(run, place, plan_json)
+    if place == "torchrun":
+        from shardwise.launch.targets import torchrun
+
+        click.echo("start one line on each node; a node that died rejoins with its own line:", err=True)
+        click.echo("\n".join(torchrun.lines(found.folder / torchrun.SCRIPT, run)))
+        return
     click.echo(f"{name}: job {found.job_id} on {place}, files in {found.folder}", err=True)
     if not no_follow:
         sys.exit(_follow(found))

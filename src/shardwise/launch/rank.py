@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from shardwise.errors import UsageError
+from shardwise.launch.guard import bind
 from shardwise.launch.local import ECHOES, GUARD
 from shardwise.launch.terminal import open_channel
 from shardwise.runs import RunFolder
@@ -46,6 +47,10 @@ def end_path(run: RunFolder, rank: int) -> Path:
     return run.logs_path / f"end-{rank}.json"
 
 
+def log_path(run: RunFolder, rank: int) -> Path:
+    return run.logs_path / f"rank-{rank}.log"
+
+
 def stop_path(run: RunFolder) -> Path:
     """A file that asks every rank to save and stop, where no scheduler can pass a signal on."""
     return run.logs_path / "stop"
@@ -62,8 +67,10 @@ def rank_ends(run: RunFolder, attempt: str) -> list[RankEnd]:
     return sorted(found, key=lambda end: end.rank)
 
 
-def run_rank(run: RunFolder, environment: Mapping[str, str]) -> int:
+def run_rank(run: RunFolder, environment: Mapping[str, str], echo: bool = False) -> int:
     """Run one rank to its end; the variables torchrun sets (RANK, WORLD_SIZE ...) are in `environment`.
+
+    What it writes goes to its log in the run folder; with `echo`, rank 0's to standard error too.
 
     Returns its exit code: 0 done, 1 failed, 2 refused, 75 stopped with its state saved.
     """
@@ -74,10 +81,10 @@ def run_rank(run: RunFolder, environment: Mapping[str, str]) -> int:
         return UsageError.exit_code  # refused a moment ago: the launcher's next try would only say so again
     record.unlink(missing_ok=True)
     run.logs_path.mkdir(parents=True, exist_ok=True)
-    log_path = run.logs_path / f"rank-{rank}.log"
+    log = log_path(run, rank)
     command = [sys.executable, "-m", "shardwise.training.main", str(run.path)]
     command += ["--resume"] if run.checkpoints() else []
-    channel = open_channel(log_path, echo=rank == 0, output=None)
+    channel = open_channel(log, echo=echo and rank == 0, output=None)
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), *command],
         stdin=subprocess.DEVNULL,
@@ -90,7 +97,7 @@ def run_rank(run: RunFolder, environment: Mapping[str, str]) -> int:
     look_at = 0.0
     while process.poll() is None:
         channel.pump(POLL_SECONDS)
-        if rank != 0:
+        if channel.read_end is None:
             time.sleep(POLL_SECONDS)
         if time.monotonic() >= look_at:
             look_at = time.monotonic() + STOP_FILE_SECONDS
@@ -100,7 +107,7 @@ def run_rank(run: RunFolder, environment: Mapping[str, str]) -> int:
     channel.pump(0.0)
     channel.close()
     code = process.returncode
-    tail = _tail(log_path)
+    tail = _tail(log)
     said = next((line for line in reversed(tail) if line.startswith("error:")), tail[-1] if tail else "")
     killed = f"killed by {_signal_name(-code)}" if code < 0 else ""
     end = RankEnd(
@@ -110,7 +117,8 @@ def run_rank(run: RunFolder, environment: Mapping[str, str]) -> int:
         exit_code=code if code >= 0 else 1,
         host=os.uname().nodename,
         reason=killed or (said.strip() if code else ""),
-        echo=not killed and any(echo in "\n".join(tail) for echo in ECHOES),
+        echo=code == -signal.SIGTERM  # its launcher ended it because of another one
+        or (not killed and any(echo in "\n".join(tail) for echo in ECHOES)),
         time=time.time(),
     )
     with suppress(OSError):  # a run folder that was discarded, or a full disk: the exit code still tells
@@ -146,4 +154,5 @@ def _tail(log: Path) -> list[str]:
 
 
 if __name__ == "__main__":
+    bind(os.getppid())  # a killed torchrun leaves its workers behind otherwise
     sys.exit(run_rank(RunFolder(Path(sys.argv[1])), os.environ))

@@ -33,6 +33,7 @@ def rank(config: dict[str, Any]) -> None:
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
         },
+        echo=True,
     )
     if code not in (0, 2, Interrupted.exit_code):  # refused or stopped: another try is not wanted
         raise RunError(f"rank {number} ended with exit code {code}", f"its log: {config['run']}/logs", "")

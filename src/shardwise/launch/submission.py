@@ -112,18 +112,14 @@ def submit(run: Launched, name: str, plan_json: Mapping[str, Any] | None) -> Sub
     if plan_json is not None:
         write_json(run.folder / PLAN, dict(plan_json))
     write_text(run.folder / module.SCRIPT, text)
-    found = Submission(run.name, name, "", str(Path(run.run_path).absolute()), time.time(), run.folder)
     try:
-        if name == "torchrun":
-            _keep(found)
         job_id = module.submit(run.folder / module.SCRIPT, run)
     except BaseException:
-        if name != "torchrun":  # its lines are started by hand, from that folder
-            for path in run.folder.iterdir():
-                path.unlink()
-            run.folder.rmdir()
+        for path in run.folder.iterdir():
+            path.unlink()
+        run.folder.rmdir()
         raise
-    found = Submission(**{**found.__dict__, "job_id": job_id})
+    found = Submission(run.name, name, job_id, str(Path(run.run_path).absolute()), time.time(), run.folder)
     _keep(found)
     return found
 

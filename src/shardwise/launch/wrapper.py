@@ -3,7 +3,8 @@
     python -m shardwise.launch.wrapper --recipe recipe.yaml --name NAME --owner JOB --attempt ID -- torchrun ...
 
 Before the launcher starts, each node fetches the model and prepares the rows into its own cache, and node 0 makes
-the run folder. Nodes wait for each other in the launcher's rendezvous, so no rank starts before all are ready.
+the run folder. Nodes wait for that, and for each other in the launcher's rendezvous: no rank starts before all are
+ready.
 Afterwards the records that the ranks left decide: 0 done, 1 failed, 2 refused, 75 stopped with the state saved.
 torchrun itself exits 1 in the last three cases.
 """
@@ -20,16 +21,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from shardwise.errors import Interrupted, ShardwiseError, UsageError
+from shardwise.errors import Interrupted, RunError, ShardwiseError, UsageError
 from shardwise.launch import operators
 from shardwise.launch.cluster import decide_for, offer_of, open_folder, read_plan
 from shardwise.launch.job import Job, _add_estimate
 from shardwise.launch.local import GUARD
-from shardwise.launch.rank import ATTEMPT, RankEnd, rank_ends, stop_path
+from shardwise.launch.rank import ATTEMPT, RankEnd, log_path, rank_ends, stop_path
+from shardwise.launch.targets.parts import JOIN_SECONDS
 from shardwise.recipe import load_recipe
 from shardwise.runs import RunFolder
 
 LATE_SECONDS = 15.0  # a shared file system may show another node's record later than its process ended
+POLL_SECONDS = 0.2
 # Where each scheduler says which node this is, the most specific first.
 NODE_RANKS = ("SLURM_NODEID", "PET_NODE_RANK", "SKYPILOT_NODE_RANK", "JOB_COMPLETION_INDEX")
 
@@ -62,8 +65,7 @@ def main(arguments: Sequence[str]) -> int:
         if asked.directory is not None:
             os.chdir(asked.directory)
         started = begin(asked.recipe, asked.name, asked.owner, asked.attempt, lead=node == 0)
-        code = launch(command, {**os.environ, **started.environment})
-        return end(started, code)
+        return end(started, launch(command, started, node))
     except ShardwiseError as problem:
         print(str(problem), file=sys.stderr, flush=True)
         return problem.exit_code
@@ -86,7 +88,21 @@ def begin(recipe_path: Path, name: str, owner: str, attempt: str, lead: bool) ->
         outcome_path(run, attempt).unlink(missing_ok=True)
     else:
         run = RunFolder(Path(job.recipe.run.folder) / name)
+        _wait_for(run)
     return Started(run, job, {**environment, ATTEMPT: attempt}, attempt, lead)
+
+
+def _wait_for(run: RunFolder) -> None:
+    """Until the lead has made the run folder. Raises RunError when it does not."""
+    deadline = time.monotonic() + JOIN_SECONDS
+    while not run.status_path.is_file():
+        if time.monotonic() > deadline:
+            raise RunError(
+                f"{run.path} has not appeared on this node",
+                f"waited {JOIN_SECONDS} s for the first node to make it",
+                "is it on a file system that all nodes see? read the first node's log",
+            )
+        time.sleep(1.0)
 
 
 def outcome_path(run: RunFolder, attempt: str) -> Path:
@@ -94,11 +110,21 @@ def outcome_path(run: RunFolder, attempt: str) -> Path:
     return run.logs_path / f"outcome-{attempt}"
 
 
-def launch(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run the launcher; it dies with this process, and requests to stop are passed on once."""
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), *_absolute(command)], env=dict(environment)
-    )
+def launch(command: Sequence[str], started: Started, node: int) -> int:
+    """Run the launcher; it dies with this process, and requests to stop are passed on once.
+
+    What the launcher writes goes to logs/launcher-NODE.log: torchrun ends even a good stop with a page of
+    traceback. The lead shows what rank 0 writes instead.
+    """
+    started.run.logs_path.mkdir(exist_ok=True)
+    with (started.run.logs_path / f"launcher-{node}.log").open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), *_absolute(command)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, **started.environment},
+        )
     asked = False
 
     def on_signal(_: int, __: FrameType | None) -> None:
@@ -110,7 +136,32 @@ def launch(command: Sequence[str], environment: Mapping[str, str]) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, on_signal)
-    return process.wait()
+    shown = log_path(started.run, 0)
+    offset = _size(shown)
+    while process.poll() is None:
+        time.sleep(POLL_SECONDS)
+        offset = _show(shown, offset) if started.lead else offset
+    if started.lead:
+        _show(shown, offset)
+    return process.returncode
+
+
+def _show(path: Path, offset: int) -> int:
+    """Copy what a log holds beyond `offset` to standard error; returns where it ends now."""
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            new = file.read()
+    except OSError:
+        return offset
+    with suppress(OSError):  # a closed terminal does not end a run
+        sys.stderr.buffer.write(new)
+        sys.stderr.buffer.flush()
+    return offset + len(new)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def end(started: Started, launcher_code: int) -> int:

@@ -98,16 +98,22 @@ def clean(text: str) -> str:
     return text
 
 
-def torchrun(run: Launched, rendezvous: str | None, rendezvous_id: str) -> list[str]:
-    """The launcher's options, one a line, quoted. `rendezvous` and `rendezvous_id` are shell text as given."""
+def torchrun(
+    run: Launched, rendezvous: str | None, rendezvous_id: str, is_host: str | None = None
+) -> list[str]:
+    """The launcher's options, one a line, quoted; what comes as an argument is shell text as given.
+
+    `is_host`: 1 on the node that keeps the rendezvous; without it torchrun compares host names.
+    """
     launch = run.recipe.launch
     lines = ["torchrun", f"--nnodes={run.nodes}", f"--nproc-per-node={run.ranks_per_node}"]
+    host = f"is_host={is_host}," if is_host else ""
     if rendezvous is not None:
         lines += [
             "--rdzv-backend=c10d",
             f"--rdzv-endpoint={rendezvous}",
             f"--rdzv-id={rendezvous_id}",
-            f"--rdzv-conf=join_timeout={JOIN_SECONDS},read_timeout={JOIN_SECONDS}",
+            f"--rdzv-conf={host}join_timeout={JOIN_SECONDS},read_timeout={JOIN_SECONDS}",
         ]
     lines += [
         f"--max-restarts={launch.max_restarts}",

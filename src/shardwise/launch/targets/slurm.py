@@ -59,8 +59,8 @@ restarts=${{SLURM_RESTART_COUNT:-0}}
 
 # Before the time limit Slurm sends USR1 to this shell: the steps save and stop.
 trap 'scancel --signal=TERM "$SLURM_JOB_ID"' USR1
-# One launcher per node; 0: every rank may finish its own save when another one ends.
-srun --kill-on-bad-exit=0 {step} &
+# One launcher per node. When one ends, the others have this long to finish their own save.
+srun --kill-on-bad-exit=0 --wait={launch.stop_seconds} {step} &
 step=$!
 wait "$step"; code=$?
 while kill -0 "$step" 2>/dev/null; do wait "$step"; code=$?; done   # a signal ends `wait`, not the step

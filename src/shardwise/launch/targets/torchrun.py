@@ -3,7 +3,6 @@
 import sys
 from pathlib import Path
 
-from shardwise.errors import UsageError
 from shardwise.launch.environment import variables
 from shardwise.launch.targets.parts import (
     PORT,
@@ -27,7 +26,7 @@ def render(run: Launched) -> str:
     command = wrapper(
         run, python, shell(run.folder / RECIPE), shell(run.name), shell(run.name), '--node-rank "$node"'
     )
-    command += torchrun(run, f'"$head:{PORT}"', shell(run.name))
+    command += torchrun(run, f'"$head:{PORT}"', shell(run.name), "$((node == 0))")
     exports = "\n".join(
         f"export {v.name}={shell(v.value)}  # {comment(v.reason)}" for v in variables(run.recipe)
     )
@@ -39,6 +38,7 @@ def render(run: Launched) -> str:
 # Run {comment(run.name)} on {comment(run.size)}. Written by: shardwise launch --on torchrun
 # Start it on every node, first node first:  HEAD=first-node bash {SCRIPT} NODE_NUMBER   (0 to {run.nodes - 1})
 # A node that died may be started again with the same line: it rejoins, and the run goes on from its checkpoint.
+# When the first node dies, which keeps the rendezvous, start all of them again.
 # All nodes must see this folder, the run folder, the model and the data under the same paths. The rendezvous has
 # no login: use a private network.
 set -euo pipefail
@@ -52,13 +52,13 @@ exec {continued(command)}
 
 
 def submit(script: Path, run: Launched) -> str:
-    """Nothing is submitted: a person starts the lines. Always raises UsageError, which says them."""
-    lines = "\n       ".join(f"HEAD=first-node bash {shell(script)} {node}" for node in range(run.nodes))
-    raise UsageError(
-        f"{script} is written; there is no scheduler to give it to",
-        f"start one line on each node:\n       {lines}",
-        f"follow it with: shardwise status {run.name}",
-    )
+    """Nothing is submitted: a person starts `lines`."""
+    return "by hand"
+
+
+def lines(script: Path, run: Launched) -> list[str]:
+    """What to start on each node, first node first."""
+    return [f"HEAD=first-node bash {shell(script)} {node}" for node in range(run.nodes)]
 
 
 def look(job_id: str) -> Seen:
