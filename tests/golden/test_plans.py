@@ -60,7 +60,7 @@ def test_the_docs_show_a_golden_answer() -> None:
     """docs/plan.md shows the first part of one of the answers above; written anew together with them."""
     docs = Path(__file__).parents[2] / "docs" / "plan.md"
     answer = (FOLDER / "8b-three-methods-on-8-h100.txt").read_text().split("\n\n", 1)[1]
-    shown = answer[: answer.index("what each method gives")].rstrip()
+    shown = answer[: answer.index("recommended to steer")].rstrip()
     text = docs.read_text()
     start = text.index("```\nmeta-llama/Llama-3.1-8B: 8.03 B") + 4
     end = text.index("\n```", start)

@@ -151,3 +151,10 @@ def test_every_known_model_can_be_estimated_with_every_method() -> None:
             assert estimate_memory(shape, stack).allocated_bytes > 0
             assert estimate_speed(shape, gpu, stack).step_seconds > 0
     assert len(families) > 35
+
+
+def test_teaching_prefers_all_weights_and_steering_adapters() -> None:
+    steer, teach = ask(goal="steer").recommended, ask(goal="teach").recommended
+    assert steer is not None
+    assert teach is not None
+    assert (steer.plan.stack.method, teach.plan.stack.method) == ("lora", "full")

@@ -22,6 +22,13 @@ if TYPE_CHECKING:
     help="This method or one that can teach more.",
 )
 @click.option(
+    "--goal",
+    type=click.Choice(["steer", "teach"]),
+    default="steer",
+    show_default=True,
+    help="steer what the model knows (style, format, tasks: adapters), or teach it (all weights).",
+)
+@click.option(
     "--gpus",
     multiple=True,
     metavar="OFFER",
@@ -122,6 +129,7 @@ def _question(shape: "ModelShape", flags: dict[str, Any]) -> tuple[Any, tuple[st
         budget_usd=parse_usd(flags["budget"]) if flags["budget"] else None,
         deadline_seconds=parse_seconds(flags["deadline"]) if flags["deadline"] else None,
         buy=flags["buy"],
+        goal=flags["goal"],
         lora_rank=flags["rank"],
         lora_targets=targets,
         master_weights=not flags["no_master_weights"],

@@ -27,6 +27,7 @@ class Question:
     budget_usd: float | None = None
     deadline_seconds: float | None = None
     buy: bool = False
+    goal: str = "steer"  # what the model knows (style, format, tasks); "teach": change what it knows
     lora_rank: int = 16
     lora_targets: str | tuple[str, ...] = "all-linear"
     master_weights: bool = True

@@ -281,8 +281,8 @@ def _bucket(value: float) -> int:
 
 
 def _preference(question: Question) -> tuple[str, ...]:
-    """Methods in the order recommended: LoRA where nothing else was asked for, else what was asked for first."""
-    if question.methods == METHODS:
+    """Methods in the order recommended: LoRA to steer a model, all weights to teach it, or what was asked for."""
+    if question.methods == METHODS and question.goal == "steer":
         return ("lora", "qlora", "full")
     return question.methods + tuple(m for m in METHODS if m not in question.methods)
 

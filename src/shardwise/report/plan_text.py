@@ -267,7 +267,11 @@ def _methods(answer: Answer) -> str:
         best.setdefault(option.plan.stack.method, option)
     if len(answer.question.methods) < 2:
         return ""
-    lines = ["what each method gives, and the best of each that fits:"]
+    goal = {"steer": "to steer what the model knows", "teach": "to teach the model"}[answer.question.goal]
+    other = "teach" if answer.question.goal == "steer" else "steer"
+    lines = [
+        f"recommended {goal} (--goal {other} for the other); what each method gives, best of each that fits:"
+    ]
     for method in answer.question.methods:
         found = best.get(method)
         if found is None:
