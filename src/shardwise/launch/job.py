@@ -218,6 +218,14 @@ def _finish(run: RunFolder, job: Job, exit_code: int, failure: Failure | None) -
         run.status("done", "", 0)
         run.event("end", state="done")
         return run
+    if exit_code == Interrupted.exit_code and not run.checkpoints():
+        run.status("interrupted", "stopped on request before its first step", exit_code)
+        run.event("end", state="interrupted", reason="stopped on request before its first step")
+        raise Interrupted(
+            f"run {run.name} was stopped before its first step; there was nothing to save",
+            "a stop was asked for (Ctrl-C or SIGTERM)",
+            "start the recipe again",
+        )
     if exit_code == Interrupted.exit_code:
         run.status("interrupted", "stopped on request, state saved", exit_code)
         run.event("end", state="interrupted", reason="stopped on request")
