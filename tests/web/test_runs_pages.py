@@ -3,6 +3,7 @@
 import gzip
 import http.client
 import json
+import os
 import re
 import time
 from pathlib import Path
@@ -123,3 +124,23 @@ def test_training_again_takes_a_new_name() -> None:
     recipe = parse_recipe(text)
     assert recipe.run.name is None and recipe.lora.rank == 4
     assert again("model: tiny  # as written\ndata: x\n") == "model: tiny  # as written\ndata: x\n"
+
+
+def test_a_name_taken_again_shows_the_new_run(tmp_path: Path) -> None:
+    library = Library(tmp_path)
+    first = create_run(tmp_path, "one", "model: tiny\ndata: rows.jsonl\n", {})
+    first.event("step", step=1, loss=1.0)
+    assert library.view(first, 10).series.loss == (1.0,)
+    os.utime(first.recipe_path, (1, 1))
+    assert library.view(first, 10).series.loss == (1.0,)
+    first.discard()
+    second = create_run(tmp_path, "one", "model: tiny\ndata: rows.jsonl\n", {})
+    for step in (1, 2):
+        second.event("step", step=step, loss=2.0)
+    assert library.view(library.run("one"), 10).series.loss == (2.0, 2.0)
+
+
+def test_list_of_runs_tells_running_and_finished_ones(site: Page, made: Path) -> None:
+    rows = {row["name"]: row for row in json.loads(get(site, "/runs.json")[1])}
+    assert rows["first"]["peak_allocated_bytes"] == 740 * 2**20 and rows["first"]["steps"] == 40
+    assert rows["second"]["state"] == "interrupted"

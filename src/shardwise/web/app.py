@@ -19,7 +19,7 @@ from shardwise.web.data_pages import DataPages
 from shardwise.web.guard import Access, Guard
 from shardwise.web.jobs import Jobs
 from shardwise.web.library import Library
-from shardwise.web.pages import asset, page, problem
+from shardwise.web.pages import asset, page, problem, received
 from shardwise.web.plan_pages import PlanPages
 from shardwise.web.runs_pages import RunsPages
 
@@ -63,7 +63,7 @@ def _login_page(request: Request) -> Response:
 
 def _login(access: Access) -> Callable[[Request], Awaitable[Response]]:
     async def login(request: Request) -> Response:
-        sent = parse_qs((await request.body())[:4096].decode("utf-8", "replace"))
+        sent = parse_qs((await received(request, 4096)).decode("utf-8", "replace"))
         given = sent.get("password", [""])[0]
         if not access.password or not hmac.compare_digest(given.encode(), access.password.encode()):
             await asyncio.sleep(1.0)  # guessing takes time

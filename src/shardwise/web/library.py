@@ -13,6 +13,7 @@ from shardwise.runs import Course, RunFolder, is_run, list_runs
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,119}")
 LOG_BYTES = 64 * 1024
 MOST_RECIPES = 100
+MOST_COURSES = 50
 
 
 @dataclass
@@ -22,8 +23,8 @@ class Library:
     folder: Path
     data: tuple[str, ...] = ()  # data files the command line named
     model_folders: tuple[str, ...] = ()  # and models
-    _courses: dict[str, Course] = field(default_factory=dict)
-    _parsed: dict[str, Recipe | None] = field(default_factory=dict)
+    _courses: dict[tuple[str, float], Course] = field(default_factory=dict)
+    _parsed: dict[tuple[str, float], Recipe | None] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self, name: str) -> RunFolder:
@@ -40,15 +41,21 @@ class Library:
         with self._lock:  # requests are answered in threads; a course is brought up to date by one at a time
             return view_run(run, points, self._course(run))
 
+    def row(self, run: RunFolder) -> RunView:
+        """For a list: a finished run's summary says it all, its events are left unread."""
+        return view_run(run, 1, Course(run)) if run.summary() else self.view(run, 1)
+
     def seen(self, run: RunFolder) -> str:
         """Changes whenever the run's events or its state do."""
         with self._lock:
             return f"{self._course(run).offset}-{run.state}"
 
     def _course(self, run: RunFolder) -> Course:
-        seen = self._courses.get(run.name)
-        if seen is None:
-            seen = self._courses[run.name] = Course(run)
+        key = (run.name, run.created_unix_seconds)  # a name may be taken again by another run
+        seen = self._courses.pop(key, None) or Course(run)
+        self._courses[key] = seen  # the one asked for last stands last
+        if len(self._courses) > MOST_COURSES:
+            del self._courses[next(iter(self._courses))]
         seen.refresh()
         return seen
 
@@ -86,12 +93,13 @@ class Library:
         """Recipes of the newest runs, newest first; parsed once."""
         found = []
         for run in self.runs()[:MOST_RECIPES]:
-            if run.name not in self._parsed:
+            key = (run.name, run.created_unix_seconds)
+            if key not in self._parsed:
                 try:
-                    self._parsed[run.name] = parse_recipe(run.recipe_text(), run.name)
+                    self._parsed[key] = parse_recipe(run.recipe_text(), run.name)
                 except ShardwiseError:
-                    self._parsed[run.name] = None
-            recipe = self._parsed[run.name]
+                    self._parsed[key] = None
+            recipe = self._parsed[key]
             if recipe is not None:
                 found.append(recipe)
         return found

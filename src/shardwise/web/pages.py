@@ -56,16 +56,21 @@ def problem(request: Request, error: Exception) -> Response:
 
 async def body(request: Request, most_bytes: int = 1_000_000) -> dict[str, Any]:
     """A JSON object sent by one of our pages; an empty one for anything else."""
-    received = bytearray()
-    async for part in request.stream():
-        received += part
-        if len(received) > most_bytes:
-            return {}
     try:
-        found = json.loads(received)
+        found = json.loads(await received(request, most_bytes))
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+async def received(request: Request, most_bytes: int) -> bytes:
+    """What was sent; nothing when it is more than that, and then the rest is not read."""
+    found = bytearray()
+    async for part in request.stream():
+        found += part
+        if len(found) > most_bytes:
+            return b""
+    return bytes(found)
 
 
 @cache

@@ -47,7 +47,7 @@ class RunsPages:
         ]
 
     def index(self, request: Request) -> Response:
-        views = [self.library.view(run, 1) for run in self.library.runs()]
+        views = [self.library.row(run) for run in self.library.runs()]
         if wants_json(request):
             return Json([run_row(v) for v in views])
         return page("runs.html", here="runs", views=views, folder=str(self.library.folder))

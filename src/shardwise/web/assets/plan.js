@@ -44,6 +44,8 @@
       await put("answer", question, signal);
       parts.answer?.setAttribute("data-milliseconds", (performance.now() - began).toFixed(1));
       parts.answer?.setAttribute("aria-busy", "false");
+      const said = document.getElementById("said");
+      if (said) said.textContent = document.getElementById("sentence")?.textContent ?? "";
       await put("scatter", question, signal);
       parts.scatter?.setAttribute("data-milliseconds", (performance.now() - began).toFixed(1));
       document.body.dataset.drawn = question;
