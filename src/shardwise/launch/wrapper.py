@@ -33,6 +33,9 @@ from shardwise.runs import RunFolder
 
 LATE_SECONDS = 15.0  # a shared file system may show another node's record later than its process ended
 POLL_SECONDS = 0.2
+# torch 2.13: with a shared store a node that joins a later round waits forever for an address that rank 0 wrote in
+# the first one only (DynamicRendezvousHandler.next_rendezvous keeps _bootstrap_store_info).
+LAUNCHER = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 # Where each scheduler says which node this is, the most specific first.
 NODE_RANKS = ("SLURM_NODEID", "PET_NODE_RANK", "SKYPILOT_NODE_RANK", "JOB_COMPLETION_INDEX")
 
@@ -123,7 +126,7 @@ def launch(command: Sequence[str], started: Started, node: int) -> int:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env={**os.environ, **started.environment},
+            env={**os.environ, **started.environment, **LAUNCHER},
         )
     asked = False
 
