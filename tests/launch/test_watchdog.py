@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.launch import start
+from shardwise.launch import start, watchdog
 from shardwise.runs.heartbeat import Heart, heartbeat_path, read_beat
 
 RANK = """
@@ -33,8 +33,9 @@ for step in (1, 2, 3):
 
 
 def test_a_rank_that_hangs_is_named_with_all_stacks_and_ended(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(watchdog, "PATIENCE_SECONDS", 1.0)
     program = RANK.format(sleep=60, limit=1.0)
     began = time.monotonic()
     outcome = start([sys.executable, "-c", program, str(tmp_path)], 2, tmp_path)

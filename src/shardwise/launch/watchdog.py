@@ -10,6 +10,7 @@ from pathlib import Path
 
 from shardwise.runs.heartbeat import Beat, heartbeat_path, read_beat, stacks_path
 
+PATIENCE_SECONDS = 20.0  # of silence after the stacks were asked for: an overloaded machine is no hang
 STACK_SECONDS = 1.0  # for the ranks to write their stacks
 # Frames that show a rank waiting for the others rather than being waited for.
 _WAITING = ("distributed_c10d.py", "torch/distributed/", "deepspeed/comm/")
@@ -45,7 +46,7 @@ class Watchdog:
         """A hang that is new or has become hopeless, else None. `pids`: rank -> process, of those alive.
 
         The first time a rank is overdue, stacks are collected and told, which disturbs nothing. The ranks
-        are given up (`sure`) when one is stopped, or when as much time again passes without a beat.
+        are given up (`sure`) when one is stopped, or when as much time again (at least PATIENCE_SECONDS) passes without a beat.
         """
         now = time.monotonic()
         beats = {rank: b for rank in pids if (b := read_beat(heartbeat_path(self.logs, rank))) is not None}
@@ -58,7 +59,8 @@ class Watchdog:
         newest = max(b.time_seconds for b in beats.values())
         if self.reported is not None and newest == self._silent_since:
             limit = min(b.limit_seconds for b in overdue.values())
-            return _hopeless(self.reported) if now - newest > 2 * limit else None
+            given_up = now - newest > limit + max(limit, PATIENCE_SECONDS)
+            return _hopeless(self.reported) if given_up else None
         if self.reported is not None:
             return None  # some rank has moved since: a slow phase, not a hang
         stopped = [r for r in pids if _state(pids[r]) in ("T", "t")]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.data import Prepared, load_tokenizer, make_order, prepare
+from shardwise.data import Prepared, end_ids, load_tokenizer, make_order, prepare
 from shardwise.data.identity import rows_digest
 from shardwise.errors import DivergedError, Interrupted, RunError, ShardwiseError
 from shardwise.errors import OutOfMemoryError as DeviceMemoryError
@@ -32,7 +32,7 @@ from shardwise.training.meter import Meter, peak_resident_bytes
 from shardwise.training.model import ModelFolder
 from shardwise.training.progress import Bar
 from shardwise.training.terminal import keep_clean
-from shardwise.training.watch import SAVE_SECONDS, Watch
+from shardwise.training.watch import END_SECONDS, SAVE_SECONDS, Watch
 
 
 def main(arguments: list[str]) -> int:
@@ -122,6 +122,7 @@ def rank_main(run: RunFolder, ranks: Ranks, stop: Stop, resume: bool) -> None:
         _sample(job, tokenizer, prompts, order.steps, bar)
         target = export(run, engine, folder)
     finally:
+        watch.beat(0, "end", END_SECONDS)
         bar.close()
         engine.close()
     if not lead:
@@ -245,7 +246,8 @@ def _sample(job: Job, tokenizer: Any, prompts: list[samples.Prompt], step: int, 
     if not prompts:
         return
     bar.say(f"answering {len(prompts)} held-out prompts ...")
-    answers = samples.answer(job.engine, tokenizer, prompts, job.recipe.evaluation.max_new_tokens)
+    ends = end_ids(tokenizer, job.recipe.model.chat_template)
+    answers = samples.answer(job.engine, tokenizer, prompts, job.recipe.evaluation.max_new_tokens, ends)
     if job.engine.ranks.rank == 0:
         for prompt, text in zip(prompts, answers, strict=True):
             job.run.event("sample", step=step, prompt=prompt.text, reference=prompt.reference, answer=text)

@@ -12,6 +12,7 @@ MEASURED_STEPS = 3  # before a median means something
 LIMIT_STEPS = 3  # a rank without a beat for so many median steps counts as hung
 # Seconds without a sign of life outside of steps: loading, compiling and saving of large models take long.
 START_SECONDS, EVALUATION_SECONDS, SAVE_SECONDS, FIRST_STEPS_SECONDS = 3600.0, 900.0, 3600.0, 900.0
+END_SECONDS = 300.0  # also of a rank on its way out with an error
 
 
 class Watch:
