@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 
-from shardwise.data import load_tokenizer, render_prompt
+from shardwise.data import end_ids, load_tokenizer, render_prompt
 from shardwise.errors import ShardwiseError
 from shardwise.recipe import parse_recipe
 from shardwise.runs import RunFolder
 from shardwise.training.model import ModelFolder
+from shardwise.training.samples import generate
+from shardwise.training.terminal import keep_clean
 
 
 def load(run: RunFolder, base: bool) -> tuple[Any, ModelFolder]:
@@ -33,23 +35,17 @@ def answer(
     model: Any, folder: ModelFolder, tokenizer: Any, messages: list[dict[str, str]], limit: int
 ) -> str:
     """One greedy answer to a conversation, rendered as in training."""
-    ids = render_prompt(messages, tokenizer, folder.recipe.model.chat_template)
-    inputs = torch.tensor([list(map(int, ids))], device=next(model.parameters()).device)
-    with torch.no_grad():
-        out = model.generate(
-            input_ids=inputs,
-            attention_mask=torch.ones_like(inputs),
-            max_new_tokens=limit,
-            do_sample=False,
-            pad_token_id=tokenizer.full.eos_token_id,
-        )
-    text: str = tokenizer.full.decode(out[0, inputs.shape[1] :], skip_special_tokens=True)
-    return text.strip()
+    template = folder.recipe.model.chat_template
+    ids = render_prompt(messages, tokenizer, template)
+    return generate(
+        model, tokenizer, ids, limit, end_ids(tokenizer, template), next(model.parameters()).device
+    )
 
 
 def main(arguments: list[str]) -> int:
     run, limit = RunFolder(Path(arguments[0])), int(arguments[1])
     once = arguments[arguments.index("--message") + 1] if "--message" in arguments else None
+    keep_clean()
     try:
         model, folder = load(run, "--base" in arguments)
         tokenizer = load_tokenizer(folder.path)

@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from shardwise.recipe import Recipe, parse_recipe
 from shardwise.runs import RunFolder
 from shardwise.runs.changes import check, compare, facts
 from shardwise.runs.checkpoints import Skipped, best, chosen, facts_of
+from shardwise.runs.effective import effective
 from shardwise.training import samples
 from shardwise.training.build import build_engine
 from shardwise.training.checkpoint.load import load
@@ -133,6 +135,8 @@ def rank_main(run: RunFolder, ranks: Ranks, stop: Stop, resume: bool) -> None:
         told = f"checkpoints of steps {', '.join(map(str, kept))} are kept"
         told += f" (best: {top.step})" if top else ""
         print(f"{told}; removed on the way: {', '.join(map(str, removed))}", file=sys.stderr, flush=True)
+    spent = effective(run)
+    print(str(spent), file=sys.stderr, flush=True)
     measured = {
         "peak_allocated_bytes": meter.peak.bytes,
         "peak_reserved_bytes": meter.peak.reserved_bytes,
@@ -162,6 +166,7 @@ def rank_main(run: RunFolder, ranks: Ranks, stop: Stop, resume: bool) -> None:
             "device": _device_name(device),
             "paths": {"result": str(target), "checkpoints": str(run.checkpoints_path)},
             "engine": engine.facts(),
+            "effective": {**asdict(spent), "share": spent.share, "other_seconds": spent.other_seconds},
         }
     )
 

@@ -1,6 +1,6 @@
 """Answers to held-out prompts, greedy, so that before and after can be laid side by side."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,24 +42,35 @@ def pick(rows: Rows | None, tokenizer: Any, count: int) -> list[Prompt]:
     return prompts
 
 
-def answer(engine: Engine, tokenizer: Any, prompts: Sequence[Prompt], max_new_tokens: int) -> list[str]:
+def answer(
+    engine: Engine, tokenizer: Any, prompts: Sequence[Prompt], max_new_tokens: int, ends: Iterable[int]
+) -> list[str]:
     """One greedy answer per prompt (collective: weights are gathered on every rank). Rank 0's are used."""
-    answers = []
-    model = engine.module.causal_lm if engine.module.model is engine.module.causal_lm else engine.module.model
-    with engine.gathered(), torch.no_grad():
+    with engine.gathered():
         engine.module.eval()
-        for prompt in prompts:
-            ids = torch.from_numpy(prompt.ids.astype(np.int64))[None].to(engine.device)
-            out = model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=max_new_tokens,
-                do_sample=False,
-                use_cache=True,
-                pad_token_id=tokenizer.full.pad_token_id
-                if tokenizer.full.pad_token_id is not None
-                else tokenizer.full.eos_token_id,
-            )
-            answers.append(tokenizer.full.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip())
+        said = [
+            generate(engine.module.model, tokenizer, p.ids, max_new_tokens, ends, engine.device)
+            for p in prompts
+        ]
         engine.module.train()
-    return answers
+    return said
+
+
+def generate(
+    model: Any, tokenizer: Any, ids: np.ndarray, max_new_tokens: int, ends: Iterable[int], device: Any
+) -> str:
+    """The most likely continuation of `ids` (T,), up to a token in `ends`."""
+    inputs = torch.from_numpy(np.asarray(ids).astype(np.int64))[None].to(device)
+    ends = sorted(ends)
+    with torch.no_grad():
+        out = model.generate(
+            input_ids=inputs,
+            attention_mask=torch.ones_like(inputs),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            use_cache=True,
+            eos_token_id=ends or None,
+            pad_token_id=ends[0] if ends else 0,
+        )
+    text: str = tokenizer.full.decode(out[0, inputs.shape[1] :], skip_special_tokens=True)
+    return text.strip()
