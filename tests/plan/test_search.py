@@ -120,6 +120,13 @@ def test_the_written_recipe_is_the_stack() -> None:
         assert again.method == method
 
 
+def test_a_recipe_for_several_nodes_says_where_it_runs() -> None:
+    option = ask("meta-llama/Llama-3.1-70B", gpus="32xH100-80GB", methods=("full",)).options[0]
+    recipe = recipe_of(option, "org/model", "train.jsonl", 1.0)
+    assert (recipe.launch.nodes, recipe.launch.gpus) == (4, "8xH100-80GB")
+    assert recipe.engine.processes == 8  # of one node
+
+
 def test_unit_of_the_batch_is_kept_when_asked() -> None:
     found = ask(global_batch_size=64, methods=("lora",))
     assert {o.plan.stack.global_batch_size for o in found.options} == {64}

@@ -33,6 +33,9 @@ def recipe_of(
             "processes": s.world_size if option.plan.offer.nodes == 1 else s.gpus_per_node,
         },
     }
+    offer = option.plan.offer
+    if s.device == "cuda":
+        tree["launch"] = {"nodes": offer.nodes, "gpus": f"{offer.gpus_per_node}x{offer.gpu.name}"}
     if s.method != "full":
         tree["lora"] = {"rank": s.lora_rank, "alpha": 2.0 * s.lora_rank, "targets": s.lora_targets}
     if s.sharding == "fsdp2":
