@@ -284,8 +284,14 @@ class Forward:
         if self.attention == "eager":
             return self._attend_written_out(q, k, v)
         if self.on_cpu and self.trainer.kernels:
-            block = b.heads * min(128, self.sequence) * self.sequence * self.w.compute
-            return sheet.op(size, [q, k, v], [q, k, v], scratch=2 * block, backward_early=3 * block)
+            # One block of 128 queries at a time: three matrices of its scores, its rows, and sums over keys in fp32.
+            c, rows, keys = self.w.compute, min(128, self.sequence), b.kv_heads * self.sequence * b.head_dim
+            block = b.heads * rows * self.sequence * c
+            stacked = 2 * b.heads * rows * b.head_dim * c + 2 * keys * c
+            return sheet.op(
+                size, [q, k, v], [q, k, v],
+                scratch=2 * block + stacked, backward_scratch=3 * block + stacked + 8 * keys,
+            )  # fmt: skip
         lse = sheet.new(tokens * b.heads * 4)
         out = sheet.op(size, [q, k, v], [q, k, v, lse], save_output=True)
         sheet.drop(lse)

@@ -102,7 +102,9 @@ def play(q: Question, sheet: Sheet | None = None) -> Sheet:
     if around.shard is not None:  # the root's gradients are reduced last
         kept = 0 if q.kept_gradients else around.shard * q.layers
         whole = sheet.terms["gradients"] - kept
+        sheet.remove(around.root, "engine")  # let go before its gradients are reduced
         sheet.flash(around.root_reduced, "engine")
+        sheet.add(around.root, "engine")
         sheet.remove(whole, "gradients")
         sheet.add(0 if q.kept_gradients else around.root_shard, "gradients")
     sheet.remove(around.bucket, "engine")
@@ -138,7 +140,6 @@ def _layers_forward(
     for name in names:
         before = dict(sheet.terms)
         sheet.add(around.gathered, "engine")
-        sheet.flash(around.copying, "engine")
         segment = _Segment(name, len(sheet.nodes), h, h)
         if q.checkpointing == "none":
             out = forward.layer(h, name)
@@ -179,10 +180,11 @@ def _layers_backward(
         whole = around.gathered if not around.kept else 0
         last = index == len(segments) - 1
         ahead = around.gathered * around.ahead if not last and not around.kept else 0
-        sheet.add(whole + ahead, "engine")
         if index == 0:
             sheet.remove(around.copying, "engine")
-        sheet.flash(around.copying, "engine")
+        sheet.add(whole, "engine")
+        sheet.flash(around.copying if whole else 0, "engine")
+        sheet.add(ahead, "engine")
         if q.checkpointing == "none":
             sheet.backward(segment.exit, segment.start)
         else:

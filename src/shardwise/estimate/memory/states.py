@@ -8,8 +8,7 @@ from shardwise.estimate.stack import Stack
 from shardwise.facts.model import ModelShape
 
 # Bytes per element of a 4-bit matrix: half a byte, one fp32 scale per 64 elements; double quantisation keeps the
-# scales in 8 bits with one fp32 per 256 of them (QLoRA, arXiv 2305.14314, section 3). The code tables (16 and 256
-# fp32) are per matrix and left out: 1.1 kB each.
+# scales in 8 bits with one fp32 per 256 of them (QLoRA, arXiv 2305.14314, section 3).
 NF4_BYTES = 0.5 + 4 / 64
 NF4_DOUBLE_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 # bytes of optimizer states per trained element, and of the foreach temporaries while a bucket is updated
@@ -98,6 +97,9 @@ def held(shape: ModelShape, stack: Stack, trainer: Trainer) -> Held:
     gradients = grad_bytes * n.trained / grad_shards if accumulates else 0.0
     if stack.sharding == "ddp" and not trainer.gradient_buckets:  # gradients are views of buckets that stay
         gradients = c * n.trained + (4 * n.trained if accumulates and mastered else 0)
+    if n.frozen_4bit:  # each matrix has a code table of 16 fp32; double quantisation one of 256 and an offset
+        matrices = sum(t.count for t in shape.tensors if t.kind == "linear")
+        frozen += matrices * (512 + (1024 + 512 if stack.double_quantization else 0))
     weights = (frozen + trained_weights) / weight_shards
     masters, states = masters / state_shards, states / state_shards
     host = nvme = 0.0
