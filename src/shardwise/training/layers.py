@@ -7,8 +7,11 @@ from shardwise.training.model import LossModel
 
 def decoder_layers(module: LossModel) -> list[nn.Module]:
     """The layers of the decoder stack, in order: its longest list of modules, under whatever name."""
-    lists = [m for m in module.decoder().children() if isinstance(m, nn.ModuleList)]
-    return list(max(lists, key=lambda modules: len(modules))) if lists else []
+    longest: list[nn.Module] = []
+    for child in module.decoder().children():
+        if isinstance(child, nn.ModuleList) and len(child) > len(longest):
+            longest = list(child)
+    return longest
 
 
 def compile_layers(module: LossModel) -> None:
