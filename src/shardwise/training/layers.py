@@ -1,5 +1,7 @@
 """Where a model's decoder layers are: what is sharded and compiled one by one."""
 
+from typing import Any
+
 from torch import nn
 
 from shardwise.training.model import LossModel

@@ -23,6 +23,7 @@ from shardwise.training import checks
 from shardwise.training.build import build_engine
 from shardwise.training.checkpoint.load import load
 from shardwise.training.checkpoint.save import save
+from shardwise.training.engines import deepspeed_config
 from shardwise.training.engines.protocol import Engine, Ranks
 from shardwise.training.engines.single import SingleEngine
 from shardwise.training.export.write import export
@@ -30,6 +31,7 @@ from shardwise.training.model import LossModel, ModelFolder, prepare_for_trainin
 
 CPU = torch.device("cpu")
 RATE, NORM = 1e-3, 0.5
+deepspeed_config.SUB_GROUP = 10_000  # several groups even in a tiny model
 
 
 def build(case: Case, folder: Path, ranks: Ranks) -> Engine:

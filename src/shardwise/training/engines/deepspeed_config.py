@@ -17,7 +17,9 @@ REDUCE_BUCKET = ALLGATHER_BUCKET = 500_000_000
 PREFETCH_BUCKET = 50_000_000
 PERSISTENCE_THRESHOLD = 100_000
 MAX_LIVE = 1_000_000_000
-SUB_GROUP = 1_000_000_000  # elements updated, or swapped, at a time (stage 3)
+SUB_GROUP = (
+    2**24
+)  # elements updated, or swapped, at a time (stage 3): its copies of gradients are of that size
 
 
 def deepspeed_config(
