@@ -86,7 +86,11 @@ def plan(model: str, as_json: bool, explain: bool, write: str | None, **flags: A
     else:
         click.echo(plan_text(result, explain), nl=False)
     if write is not None:
-        click.echo(f"wrote {write}: shardwise train {write}", err=True)
+        assert result.recommended is not None
+        command = "launch" if result.recommended.plan.offer.nodes > 1 else "train"
+        click.echo(f"wrote {write}: shardwise {command} {write}", err=True)
+        if not flags["data"]:
+            click.echo(f"note: data.train in {write} is a placeholder: put your file there", err=True)
 
 
 def _question(shape: "ModelShape", flags: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
