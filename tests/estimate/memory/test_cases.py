@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.estimate.memory.block import block_of
 from shardwise.estimate.memory.formula import around, estimate_memory
 from shardwise.estimate.memory.host import loading_bytes_per_node, pinned_bytes
+from shardwise.estimate.memory.layer import block_of
 from shardwise.estimate.memory.programs import HUGGING_FACE
 from shardwise.estimate.memory.states import NF4_DOUBLE_BYTES, counts, held
 from shardwise.estimate.memory.trainer import OURS
@@ -114,7 +114,7 @@ def test_m12_sizes_are_bytes_until_they_are_printed():
     assert weights == 2 * llama.total_parameters
     assert weights / GIB == pytest.approx(14.96, abs=0.01)
     assert weights / 1e9 == pytest.approx(16.06, abs=0.01)
-    assert 80e9 / GIB == pytest.approx(74.5, abs=0.05)
+    assert pytest.approx(74.5, abs=0.05) == 80e9 / GIB
 
 
 def test_m14_adapters_do_not_make_stored_activations_small():

@@ -7,9 +7,9 @@ term states its formula with the numbers put in.
 from dataclasses import replace
 from functools import lru_cache
 
-from shardwise.estimate.memory.block import Widths, block_of
 from shardwise.estimate.memory.fixed import fixed_bytes, reserved_bytes
 from shardwise.estimate.memory.host import disk_bytes_per_node, host_bytes_per_node
+from shardwise.estimate.memory.layer import Widths, block_of
 from shardwise.estimate.memory.paper import Sheet
 from shardwise.estimate.memory.play import Around, Question, play
 from shardwise.estimate.memory.reserved import replayed_bytes

@@ -6,7 +6,8 @@ once, and the moments in between lie on a straight line between those that are p
 
 from dataclasses import dataclass
 
-from shardwise.estimate.memory.block import Block, Forward, Widths
+from shardwise.estimate.memory.block import Forward
+from shardwise.estimate.memory.layer import Block, Widths
 from shardwise.estimate.memory.paper import Paper, Sheet
 from shardwise.estimate.memory.trainer import Trainer
 

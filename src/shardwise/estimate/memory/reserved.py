@@ -12,22 +12,26 @@ from shardwise.facts.model import ModelShape
 class ReplaySheet(Sheet):
     """A sheet whose every allocation also happens in an allocator."""
 
-    def __init__(self, allocator: CachingAllocator, first_handle: int) -> None:
+    def __init__(self, allocator: CachingAllocator, aside: CachingAllocator, first_handle: int) -> None:
         super().__init__()
-        self.allocator, self.handle = allocator, first_handle
+        self.allocator, self.aside, self.handle = allocator, aside, first_handle
         self._of: dict[int, int] = {}  # id of a tensor on paper -> handle
         self._loose: dict[str, list[tuple[int, int]]] = {}  # term -> [(handle, bytes)] without a tensor
         self._inside = False
 
-    def _take(self, size: int) -> int:
+    def _take(self, size: int, term: str) -> int:
         self.handle += 1
-        self.allocator.allocate(self.handle, size)
+        self._pool(term).allocate(self.handle, size)
         return self.handle
+
+    def _pool(self, term: str) -> CachingAllocator:
+        """Engines gather and reduce on streams of their own, and the allocator keeps a pool per stream."""
+        return self.aside if term == "engine" else self.allocator
 
     def add(self, size: int, term: str) -> None:
         super().add(size, term)
         if size > 0 and not self._inside:
-            self._loose.setdefault(term, []).append((self._take(size), size))
+            self._loose.setdefault(term, []).append((self._take(size, term), size))
 
     def remove(self, size: int, term: str) -> None:
         super().remove(size, term)
@@ -36,11 +40,11 @@ class ReplaySheet(Sheet):
         loose = self._loose.get(term, [])
         for i in range(len(loose) - 1, -1, -1):
             if loose[i][1] == size:
-                self.allocator.release(loose.pop(i)[0])
+                self._pool(term).release(loose.pop(i)[0])
                 return
         while size > 0 and loose:  # several that were added one by one go together
             handle, part = loose.pop()
-            self.allocator.release(handle)
+            self._pool(term).release(handle)
             size -= part
 
     def new(self, size: int, term: str | None = None, needs_grad: bool = False) -> Paper:
@@ -48,7 +52,7 @@ class ReplaySheet(Sheet):
         tensor = super().new(size, term, needs_grad)
         self._inside = False
         if size:
-            self._of[id(tensor)] = self._take(size)
+            self._of[id(tensor)] = self._take(size, tensor.term)
         return tensor
 
     def drop(self, *tensors: Paper) -> None:
@@ -60,13 +64,13 @@ class ReplaySheet(Sheet):
                 self._inside = False
                 handle = self._of.pop(id(tensor), None)
                 if handle is not None:
-                    self.allocator.release(handle)
+                    self._pool(tensor.term).release(handle)
 
     def clear(self) -> None:
         """End of a step: gradients and whatever else is left go."""
-        for loose in self._loose.values():
+        for term, loose in self._loose.items():
             for handle, _ in loose:
-                self.allocator.release(handle)
+                self._pool(term).release(handle)
         self._loose.clear()
 
 
@@ -75,12 +79,12 @@ def replayed_bytes(
 ) -> int:
     """Bytes reserved, without expandable segments, after one optimizer step per item of `lengths`, the share of
     the micro-batch's tokens that step has."""
-    allocator = CachingAllocator()
+    allocator, aside = CachingAllocator(), CachingAllocator()
     handle = _hold(allocator, shape, states.weights + states.masters + states.gradients, 0)
     question = replace(question, every_layer=True)
     for step, share in enumerate(lengths):
         tokens = max(1, int(question.tokens * share))
-        sheet = ReplaySheet(allocator, handle)
+        sheet = ReplaySheet(allocator, aside, handle)
         play(replace(question, tokens=tokens, sequence=max(1, int(question.sequence * share))), sheet)
         handle = sheet.handle
         if step == 0:
@@ -92,7 +96,7 @@ def replayed_bytes(
             allocator.release(handle + 1 + i)
         handle += len(parts)
         sheet.clear()
-    return allocator.reserved
+    return allocator.reserved + aside.reserved
 
 
 def _hold(allocator: CachingAllocator, shape: ModelShape, size: int, handle: int) -> int:
