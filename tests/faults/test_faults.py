@@ -105,6 +105,16 @@ def test_kill_9_of_a_rank_goes_on_by_itself_to_the_very_same_weights(
     assert same(ended.weights(), undisturbed.weights())
 
 
+def test_kill_9_of_a_rank_under_zero_3(train: Train, undisturbed: Ended) -> None:
+    """Bitwise is shown by `test_resume.py`; here against FSDP2, so that one run is enough."""
+    pytest.importorskip("deepspeed")
+    ended = train("zero3", "kill:0:7", settings=("engine.name=deepspeed", "engine.deepspeed.zero_stage=3"))
+    assert ended.code == 0, ended.text[-2000:]
+    assert [e.step for e in ended.run.events() if isinstance(e, Resume)] == [4]
+    apart = max(abs(a - b) / b for a, b in zip(ended.losses, undisturbed.losses, strict=True))
+    assert len(ended.losses) == 12 and apart < 1e-5
+
+
 def test_sigterm_to_one_rank_saves_one_step_on_all_and_another_engine_goes_on(
     train: Train, undisturbed: Ended
 ) -> None:

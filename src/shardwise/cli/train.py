@@ -52,6 +52,8 @@ def train(
     if resume is not None:
         run = open_run(resume, folder)
         run.refuse_if_held()
+        if not run.checkpoints():
+            raise click.UsageError(f"run '{run.name}' has no complete checkpoint to resume from")
         require_writable(run.path)
         recipe = parse_recipe(run.recipe_text(), str(run.recipe_path), settings)
     else:
