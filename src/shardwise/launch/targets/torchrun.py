@@ -26,7 +26,7 @@ def render(run: Launched) -> str:
     command = wrapper(
         run, python, shell(run.folder / RECIPE), shell(run.name), shell(run.name), '--node-rank "$node"'
     )
-    command += torchrun(run, f'"$head:{PORT}"', shell(run.name), "$((node == 0))")
+    command += torchrun(run, '"$head:$port"', shell(run.name), "$((node == 0))")
     exports = "\n".join(
         f"export {v.name}={shell(v.value)}  # {comment(v.reason)}" for v in variables(run.recipe)
     )
@@ -43,7 +43,8 @@ def render(run: Launched) -> str:
 # no login: use a private network.
 set -euo pipefail
 node=${{1:?node number, 0 to {run.nodes - 1}}}
-head=${{HEAD:?name or address of the first node}}{names}
+head=${{HEAD:?name or address of the first node}}
+port=${{PORT:-{PORT}}}{names}
 cd {shell(Path.cwd())}
 {exports}
 {setup}

@@ -1,0 +1,132 @@
+"""`launch --on slurm` on a real Slurm of two nodes, started for these tests and ended after them.
+
+Installs nothing; where Debian's packages are not there, these tests are skipped and say so.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from cluster import Cluster, cluster, missing
+
+from shardwise.launch.local import start
+from shardwise.runs import RunFolder
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=f"no Slurm here: {missing()}")
+
+STEPS = 400
+RECIPE = """
+model: {model}
+data: {{train: {data}, validation: 0, sequence_length: 128}}
+method: full
+engine: fsdp2
+training: {{max_steps: {steps}, global_batch_size: 4, micro_batch_size: 1, precision: fp32}}
+optimizer: {{learning_rate: 1e-2}}
+checkpoint: {{every_steps: 0}}
+launch: {{nodes: 2, interface: lo, environment: [MASTER_ADDR]}}
+"""
+# Node names do not resolve on one machine; on a cluster none of these is needed.
+ONE_MACHINE = {"MASTER_ADDR": "127.0.0.1", "PET_LOCAL_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+ZERO_3 = (
+    "--set",
+    "engine.name=deepspeed",
+    "--set",
+    "engine.deepspeed.zero_stage=3",
+    "--set",
+    "training.max_steps=4",
+)
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    with cluster(tmp_path_factory.mktemp("slurm")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, tiny_model: Path, chat_file: Path) -> Path:
+    folder = tmp_path_factory.mktemp("two nodes")  # a blank in every path
+    (folder / "r.yaml").write_text(RECIPE.format(model=tiny_model, data=chat_file, steps=STEPS))
+    return folder
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "shardwise.cli.main", "launch", "r.yaml", "--on", "slurm", *arguments]
+
+
+def environment(slurm: Cluster) -> dict[str, str]:
+    return {**os.environ, **slurm.environment, **ONE_MACHINE}
+
+
+def wait_for_step(run: RunFolder, step: int, process: "subprocess.Popen[str]") -> None:
+    deadline = time.monotonic() + 180
+    while not any(s.step >= step for s in run.steps()):
+        assert process.poll() is None and time.monotonic() < deadline, "the run did not get that far"
+        time.sleep(0.1)
+
+
+def losses(run: RunFolder) -> list[tuple[int, float]]:
+    return [(s.step, s.loss) for s in run.steps()]
+
+
+def test_a_preempted_run_is_requeued_and_ends_with_the_same_losses(slurm: Cluster, place: Path) -> None:
+    run = RunFolder(place / "runs" / "pre")
+    following = subprocess.Popen(
+        command("--name", "pre"), cwd=place, env=environment(slurm), text=True,
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        wait_for_step(run, 2, following)
+        slurm.run(
+            "sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 2"
+        )
+        _, said = following.communicate(timeout=240)
+    finally:
+        following.kill()
+    assert following.returncode == 0, said
+    resumed = [e.model_dump()["step"] for e in run.events("resume")]
+    assert len(resumed) == 1 and 0 < resumed[0] < STEPS, said
+    assert "pending" in said.split("running", 1)[1], "it was never back in the queue"
+    (log,) = (place / "runs" / "launches" / "pre").glob("slurm-*.out")
+    assert "back into the queue" in log.read_text() and "Traceback" not in log.read_text()
+    assert run.state == "done" and [step for step, _ in losses(run)] == list(range(1, STEPS + 1))
+
+    # the same recipe, two ranks of this machine, never interrupted
+    whole = RunFolder(place / "runs" / "whole")
+    whole.logs_path.mkdir(parents=True)
+    whole.recipe_path.write_text(run.recipe_text())
+    whole.status("running")
+    training = [sys.executable, "-m", "shardwise.training.main", str(whole.path)]
+    assert start(training, 2, whole.logs_path, {"DS_ACCELERATOR": "cpu"}).exit_code == 0
+    assert losses(run) == losses(whole)
+
+
+def test_zero_3_runs_over_two_nodes_as_fsdp2_does(slurm: Cluster, place: Path) -> None:
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    done = subprocess.run(
+        command("--name", "zero3", *ZERO_3), cwd=place, env=environment(slurm), text=True, capture_output=True,
+        timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    run = RunFolder(place / "runs" / "zero3")
+    start_event = next(e.model_dump() for e in run.events("start"))
+    assert start_event["world_size"] == 2 and [step for step, _ in losses(run)] == [1, 2, 3, 4]
+    first = [loss for _, loss in losses(RunFolder(place / "runs" / "pre"))][:1]
+    assert losses(run)[0][1] == pytest.approx(first[0], abs=1e-4)
+    assert json.loads((run.path / "summary.json").read_text())["estimate"]["peak_allocated_bytes"] > 0
+
+
+def test_a_refusal_is_told_at_once_and_nothing_is_queued(slurm: Cluster, place: Path) -> None:
+    done = subprocess.run(
+        command("--name", "bad", "--set", "launch.slurm.partition=nowhere"), cwd=place, env=environment(slurm),
+        text=True, capture_output=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1 and "nowhere" not in slurm.run("squeue", "--noheader", "--format=%P")
+    assert "invalid partition" in done.stderr
+    assert not (place / "runs" / "launches" / "bad").exists()
