@@ -58,7 +58,8 @@ def estimate_memory(shape: ModelShape, stack: Stack, trainer: Trainer | None = N
     peak_phase = max(phases, key=lambda p: phases[p])
     moving = step_terms if peak_phase == "step" else sheet.at_peak.get(peak_phase, {})
     allocated = phases[peak_phase]
-    spread = NARROW if shape.model_type in PROVEN and not shape.is_moe else WIDE
+    proven = shape.model_type in PROVEN and not shape.is_moe and trainer.name == OURS.name
+    spread = NARROW if proven else WIDE
     return MemoryEstimate(
         allocated_bytes=allocated,
         peak_phase=peak_phase,
