@@ -179,13 +179,20 @@ def main() -> None:
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """Markdown; MiB."""
+    """Markdown; MiB. What is offloaded says where; on a CPU its peak says nothing about a device."""
     terms = ("weights", "master_weights", "gradients", "optimizer")
-    lines = ["| engine | " + " | ".join(t.replace("_", " ") for t in terms) + " | peak on the device |"]
+    lines = ["| engine | " + " | ".join(t.replace("_", " ") for t in terms) + " | peak of live tensors |"]
     lines.append("|---|" + "---:|" * (len(terms) + 1))
-    for record in records:
-        cells = [f"{record['held_bytes'].get(t, 0) / 2**20:.0f}" for t in terms]
-        lines.append(f"| {record['engine']} | {' | '.join(cells)} | {record['device_bytes'] / 2**20:.0f} |")
+    for record in sorted(records, key=lambda r: list(ENGINES).index(r["engine"])):
+        facts = record["facts"]
+        states, weights = facts.get("offload_optimizer", "none"), facts.get("offload_parameters", "none")
+        cells = []
+        for term in terms:
+            place = weights if term == "weights" else states
+            size = f"{record['held_bytes'].get(term, 0) / 2**20:.0f}"
+            cells.append({"none": size, "cpu": f"{size} (host)", "nvme": "on disk"}[place])
+        peak = f"{record['peak_allocated_bytes'] / 2**20:.0f}" if states == "none" else "-"
+        lines.append(f"| {record['engine']} | {' | '.join(cells)} | {peak} |")
     return "\n".join(lines)
 
 

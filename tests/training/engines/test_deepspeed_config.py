@@ -25,6 +25,7 @@ def config(deepspeed: str = "", rest: str = "", **options: Any) -> dict[str, Any
         "accumulation_steps": 4,
         "trained": 1000,
         "elements": 5000,
+        "largest": 700,
         "pin_memory": False,
     }
     return deepspeed_config(recipe(deepspeed, rest), **{**defaults, **options})

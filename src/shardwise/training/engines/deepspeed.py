@@ -49,6 +49,7 @@ class DeepSpeedEngine:
             accumulation_steps,
             sum(p.numel() for _, p in self.named),
             sum(p.numel() for p in module.parameters()),
+            max(p.numel() for p in module.parameters()),
             pin_memory=device.type == "cuda",
         )
         deepspeed = _import_deepspeed(device)

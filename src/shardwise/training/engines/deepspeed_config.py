@@ -23,13 +23,19 @@ SUB_GROUP = (
 
 
 def deepspeed_config(
-    recipe: Recipe, world_size: int, accumulation_steps: int, trained: int, elements: int, pin_memory: bool
+    recipe: Recipe,
+    world_size: int,
+    accumulation_steps: int,
+    trained: int,
+    elements: int,
+    largest: int,
+    pin_memory: bool,
 ) -> dict[str, Any]:
     """A resolved recipe -> DeepSpeed's configuration.
 
-    `trained` and `elements` count elements of trained and of all parameters. A bucket is a buffer of its full size
-    from the start (fp32 for gradients): it is never made larger than what could ever be in it. `pin_memory` only
-    where a GPU can use it.
+    `trained`, `elements` and `largest` count elements of trained, of all, and of the largest of the parameters.
+    A bucket is a buffer of its full size from the start (fp32 for gradients): it is never made larger than what
+    could ever be in it. `pin_memory` only where a GPU can use it.
     """
     training, optimizer = recipe.training, recipe.optimizer
     assert training.micro_batch_size != "auto"
@@ -53,7 +59,7 @@ def deepspeed_config(
             "bf16_master_weights_and_grads": False,
             "bf16_optimizer_states": False,
         },
-        "zero_optimization": _zero(recipe.engine.deepspeed, trained, elements, pin_memory),
+        "zero_optimization": _zero(recipe.engine.deepspeed, trained, elements, largest, pin_memory),
         "aio": {
             "block_size": 1_048_576,
             "queue_depth": 8,
@@ -71,7 +77,7 @@ def deepspeed_config(
     }
 
 
-def _zero(section: DeepSpeed, trained: int, elements: int, pin_memory: bool) -> dict[str, Any]:
+def _zero(section: DeepSpeed, trained: int, elements: int, largest: int, pin_memory: bool) -> dict[str, Any]:
     zero: dict[str, Any] = {
         "stage": section.zero_stage,
         "contiguous_gradients": True,
@@ -109,7 +115,7 @@ def _zero(section: DeepSpeed, trained: int, elements: int, pin_memory: bool) -> 
             "device": section.offload_parameters,
             "pin_memory": pin_memory,
             "buffer_count": 5,
-            "buffer_size": max(100_000_000, 1),
+            "buffer_size": largest + 2**20,  # of elements; the rest is room for alignment
             "max_in_cpu": 0 if section.offload_parameters == "nvme" else MAX_LIVE,
         } | _nvme(section, section.offload_parameters)
     return zero
