@@ -45,8 +45,8 @@ class Watchdog:
     def look(self, pids: Mapping[int, int]) -> Hang | None:
         """A hang that is new or has become hopeless, else None. `pids`: rank -> process, of those alive.
 
-        The first time a rank is overdue, stacks are collected and told, which disturbs nothing. The ranks
-        are given up (`sure`) when one is stopped, or when as much time again (at least PATIENCE_SECONDS) passes without a beat.
+        The first time a rank is overdue, stacks are collected and told, which disturbs nothing. The ranks are
+        given up (`sure`) when one is stopped, or when as much time again passes (at least PATIENCE_SECONDS).
         """
         now = time.monotonic()
         beats = {rank: b for rank in pids if (b := read_beat(heartbeat_path(self.logs, rank))) is not None}

@@ -12,7 +12,7 @@ import sys
 import time
 from typing import Any
 
-kind, rank, step = os.environ.get("FAULT", "none:0:0").split(":")
+kind, rank, step = (os.environ.get("FAULT") or "none:0:0").split(":")
 WATCH, MODEL = "shardwise.training.watch", "shardwise.training.model"
 poison = False
 
