@@ -18,6 +18,7 @@ def rank(config: dict[str, Any]) -> None:
     The rank is a process of its own because training takes signals and makes its own process group, while Ray
     calls this in a thread of a process that has one. It dies with this worker.
     """
+    os.chdir(config["directory"])  # relative paths of the recipe start where it was launched
     context = ray.train.get_context()
     number = context.get_world_rank()
     address, port = broadcast_from_rank_zero(_rendezvous() if number == 0 else None)

@@ -20,7 +20,7 @@ from shardwise.runs import RunFolder
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"no Slurm here: {missing()}")
 
-STEPS = 400
+STEPS = 250
 RECIPE = """
 model: {model}
 data: {{train: {data}, validation: 0, sequence_length: 128}}
@@ -86,7 +86,7 @@ def test_a_preempted_run_is_requeued_and_ends_with_the_same_losses(slurm: Cluste
         slurm.run(
             "sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 2"
         )
-        _, said = following.communicate(timeout=240)
+        _, said = following.communicate(timeout=500)
     finally:
         following.kill()
     assert following.returncode == 0, said

@@ -49,7 +49,11 @@ started = begin(RECIPE, NAME, owner=f"ray-{{NAME}}", attempt=str(time.time_ns())
 ray.init(address={launch.ray.address!r}, runtime_env={{"env_vars": ENVIRONMENT}}, log_to_driver=True)
 trainer = TorchTrainer(
     rank,
-    train_loop_config={{"run": str(started.run.path.resolve()), "environment": dict(started.environment)}},
+    train_loop_config={{
+        "run": str(started.run.path.resolve()),
+        "directory": os.getcwd(),
+        "environment": dict(started.environment),
+    }},
     torch_config=TorchConfig(backend={"nccl" if gpu else "gloo"!r}),
     scaling_config=ScalingConfig(
         num_workers={run.nodes * run.ranks_per_node},
