@@ -20,7 +20,10 @@ def folder(tmp_path: Path, tiny_model: Path) -> Path:
 
 
 CASES = {
-    "unknown key": ("model: {model}\ndata: good.jsonl\nlora:\n  rnak: 8\n", ["recipe.yaml, line 4", "lora.rank"]),
+    "unknown key": (
+        "model: {model}\ndata: good.jsonl\nlora:\n  rnak: 8\n",
+        ["recipe.yaml, line 4", "lora.rank"],
+    ),
     "word for a number": (
         "model: {model}\ndata: good.jsonl\noptimizer:\n  learning_rate: fast\n",
         ["recipe.yaml, line 4", "'fast'"],

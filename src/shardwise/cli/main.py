@@ -12,6 +12,7 @@ from shardwise.errors import ShardwiseError, nearest
 COMMANDS = {
     "demo": ("shardwise.cli.demo", "demo", "A real fine-tuning run on this machine, start to end."),
     "plan": ("shardwise.cli.plan", "plan", "What fits, what it takes, which stack."),
+    "trace": ("shardwise.cli.trace", "trace", "What one step allocates, on fake tensors."),
     "train": ("shardwise.cli.train", "train", "Run a recipe."),
     "launch": ("shardwise.cli.launch", "launch", "Run a recipe on several machines, by their scheduler."),
     "status": ("shardwise.cli.launch", "status", "Launched runs: state and progress."),

@@ -28,11 +28,13 @@ if TYPE_CHECKING:
     metavar="FIELD",
     help="With --resume: go on although FIELD has changed since the checkpoint, e.g. versions.torch.",
 )
+@click.option("--anyway", is_flag=True, help="Start even if the plan says that it does not fit.")
 @click.option("--folder", default="runs", show_default=True, help="Where --resume looks for run folders.")
 def train(
     recipe_path: Path | None,
     settings: tuple[str, ...],
     dry_run: bool,
+    anyway: bool,
     resume: str | None,
     accepted: tuple[str, ...],
     folder: str,
@@ -66,6 +68,8 @@ def train(
     if dry_run:
         click.echo("dry run: nothing was started")
         return
+    if job.plan.verdict == "does not fit" and not anyway:
+        raise does_not_fit(job)
     run_and_report(job, run, accepted)
 
 
@@ -107,6 +111,27 @@ def run_and_report(job: "Job", run: "RunFolder | None" = None, accepted: tuple[s
     write_text(done.report_path, run_html(view_run(done)))
     print_run(Console(highlight=False), view_run(done))  # read again: now the report is one of its files
     return done
+
+
+def does_not_fit(job: "Job") -> Exception:
+    """Why this run is not started, with what would make it smaller."""
+    from shardwise.errors import RuleError
+    from shardwise.units import format_bytes
+
+    plan = job.plan
+    levers = []
+    if plan.stack.micro_batch_size > 1:
+        levers.append("training.micro_batch_size=1")
+    if plan.stack.activation_checkpointing != "full":
+        levers.append("training.activation_checkpointing=full")
+    if plan.stack.method == "full":
+        levers.append("method=lora")
+    return RuleError(
+        f"the plan does not fit: {format_bytes(plan.needed_bytes)} of {format_bytes(plan.capacity_bytes)} per device",
+        "the run would end for want of memory, after it had cost time",
+        (f"try --set {' --set '.join(levers)}; " if levers else "")
+        + "shardwise plan shows what fits, --anyway starts it all the same",
+    )
 
 
 def data_line(report: "DataReport") -> str:

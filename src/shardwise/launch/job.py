@@ -31,7 +31,7 @@ from shardwise.plan.resolve import resolve
 from shardwise.recipe import Recipe, dump_recipe
 from shardwise.recipe.schema import Source
 from shardwise.rules import check
-from shardwise.runs import RunFolder, create_run
+from shardwise.runs import RunFolder, create_run, tracking
 from shardwise.runs.changes import check as check_changes
 from shardwise.runs.changes import compare, facts
 from shardwise.runs.checkpoints import chosen, set_aside
@@ -56,8 +56,9 @@ class Job:
 def decide(recipe: Recipe, progress: Progress | None = None) -> Job:
     """Check everything that can be checked before a run folder exists.
 
-    Raises the UsageError family: model, data, rules, and a plan that does not fit this machine.
+    Raises the UsageError family: model, data, rules. Whether the plan fits is for the caller to look at.
     """
+    tracking.check(recipe.run.tracking)
     folder = local_folder(recipe.model.source, recipe.model.revision)
     shape = read_model(str(folder))
     check(recipe, shape)

@@ -177,6 +177,9 @@ class Checkpoint(Section):
 class Run(Section):
     folder: str = _help("where run folders are made", "runs")
     name: str | None = _help("name of the run folder; null: made from model, method and time", None)
+    tracking: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = _help(
+        "send the run's events to these trackers too", (), strict=False
+    )
 
 
 class Slurm(Section):

@@ -113,6 +113,7 @@ def rank_main(run: RunFolder, ranks: Ranks, stop: Stop, resume: bool) -> None:
     prompts = samples.pick(prepared.validation, tokenizer, recipe.evaluation.samples)
     try:
         if lead:
+            run.track(recipe.run.tracking, recipe.model_dump(mode="json"))
             _explain_best(run, recipe)
             run.event("start", steps=order.steps, world_size=ranks.world_size, device=_device_name(device))
         before = log_evaluation(job, start, bar) if not start else None

@@ -1,7 +1,8 @@
 """What the programs behind published measurements do with memory, read off their source and a table's columns.
 
 A row names its software in `source` and describes the rest in columns; a program nobody described here is taken
-for a transformers Trainer, which most are. Nothing in this file is fitted: every line is something a program does.
+for a transformers Trainer, which most are. Every line states something a
+program does; several were looked for where estimates were off, and not all were checked in its source.
 """
 
 import re
