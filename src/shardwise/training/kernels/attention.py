@@ -26,9 +26,9 @@ def _attention_op(
     masks = _Masks(query)
     for start, end in _documents(lengths):
         q, k, v = (t[0, :, start:end] for t in (query, key, value))
-        k, v = k.contiguous(), v.contiguous()
+        k_full, v, K = k.float().contiguous(), v.contiguous(), k.shape[0]
         for a, b in _blocks(end - start):
-            p = _probabilities(_stack(q[:, a:b], k.shape[0]), k[:, :b], scale, masks.of(b - a))
+            p = _probabilities(_stack(q[:, a:b], K), k_full[:, :b], scale, masks.of(b - a)).to(v.dtype)
             out[start + a : start + b].transpose(0, 1).copy_(torch.bmm(p, v[:, :b]).view(N, b - a, -1))
     return out[None]
 
@@ -45,9 +45,9 @@ class _DocumentAttention(torch.autograd.Function):
     """Saves q, k and v as given: (N + 2 K) D elements per token, and neither output nor probabilities.
 
     The backward pass makes the probabilities again: one product and one softmax per block. Scratch of a block: its
-    scores and probabilities, N R S elements each in the inputs' dtype, three of them at a time in the backward.
-    Softmax and the sums over blocks are in fp32, as in torch's kernels; scores are rounded to the inputs' dtype, as
-    in transformers' eager attention.
+    scores and probabilities in fp32, N R b elements each, three of them at a time in the backward. Scores, softmax
+    and the sums over blocks are in fp32, as in torch's kernels: scores rounded to bf16 move a
+    small model's loss by 0.4 %. The other products are in the inputs' dtype.
     """
 
     @staticmethod
@@ -77,15 +77,16 @@ class _DocumentAttention(torch.autograd.Function):
             q, k, v = (t[0, :, start:end] for t in (query, key, value))
             k, v = k.contiguous(), v.contiguous()
             K, S = k.shape[:2]
+            k_full = k.float()
             sum_k = torch.zeros_like(k, dtype=torch.float32)
             sum_v = torch.zeros_like(v, dtype=torch.float32)
             for a, b in _blocks(S):
                 rows = _stack(q[:, a:b], K)
                 g = _stack(grad_out[:, start + a : start + b], K)
-                p = _probabilities(rows, k[:, :b], scale, masks.of(b - a))
-                sum_v[:, :b] += torch.bmm(p.transpose(1, 2), g)
-                grad_p = torch.bmm(g, v[:, :b].transpose(1, 2))
-                grad_s = torch._softmax_backward_data(grad_p, p, -1, p.dtype)
+                p = _probabilities(rows, k_full[:, :b], scale, masks.of(b - a))
+                sum_v[:, :b] += torch.bmm(p.to(g.dtype).transpose(1, 2), g)
+                grad_p = torch.bmm(g, v[:, :b].transpose(1, 2)).float()
+                grad_s = torch._softmax_backward_data(grad_p, p, -1, p.dtype).to(g.dtype)
                 del p, grad_p
                 part = torch.bmm(grad_s, k[:, :b]).mul_(scale)
                 grad_q[:, start + a : start + b] = part.view(-1, b - a, part.shape[-1])
@@ -113,9 +114,9 @@ def _stack(rows: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _probabilities(q: torch.Tensor, k: torch.Tensor, scale: float, mask: torch.Tensor) -> torch.Tensor:
-    """(K, G R, b); the last R keys are the block's own, of which a row sees those up to itself."""
+    """(K, G R, b) in fp32, from k in fp32; of the last R keys, the block's own, a row sees those up to itself."""
     K, b = k.shape[:2]
-    scores = torch.bmm(q, k.transpose(1, 2)).mul_(scale)
+    scores = torch.bmm(q.float(), k.transpose(1, 2)).mul_(scale)
     rows = mask.shape[0]
     scores.view(K, -1, rows, b)[..., b - rows :].add_(mask)
     return torch.softmax(scores, dim=-1)
@@ -129,7 +130,7 @@ class _Masks:
 
     def of(self, rows: int) -> torch.Tensor:
         if rows not in self.made:
-            self.made[rows] = self.like.new_full((rows, rows), float("-inf")).triu_(1)
+            self.made[rows] = self.like.new_full((rows, rows), float("-inf"), dtype=torch.float32).triu_(1)
         return self.made[rows]
 
 
