@@ -3,7 +3,7 @@
 Every trainer runs in its own environment under SHARDWISE_CACHE/benchmarks (made on the first use), in turn, for
 several rounds: same model, rows, order, seed, learning rate, rank and batch. Printed: tokens per second of real
 tokens (padding not counted) over the steps after the first, seconds from command to the end of the first step, peak
-resident bytes of the process and the loss, and each as a ratio to shardwise with its range over the rounds. Results go
+resident bytes of the process and the loss, and each as a ratio to shardwise with its range over the rounds. They go
 to measurements/ as JSON and, with --table, into docs/benchmarks.md.
 
 Both wall and processor seconds are recorded: on a machine that others use too, the second is the steadier one.
