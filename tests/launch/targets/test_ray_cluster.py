@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -42,12 +43,12 @@ def ray_port(tmp_path_factory):
         assert head.poll() is None
         yield port
     finally:
-        head.send_signal(signal.SIGTERM)  # --block ends the daemons it started
-        try:
-            head.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(head.pid, signal.SIGKILL)
-            head.wait()
+        head.kill()
+        head.wait()
+        for process in Path("/proc").glob("[0-9]*"):  # what the head started names our folder and no other
+            with suppress(OSError):
+                if str(folder).encode() in (process / "cmdline").read_bytes():
+                    os.kill(int(process.name), signal.SIGKILL)
 
 
 def test_two_ray_workers_run_the_recipe(
