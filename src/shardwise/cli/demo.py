@@ -56,11 +56,7 @@ def demo(steps: int, folder: Path) -> None:
         RECIPE.format(model=model, train=train, validation=validation, steps=steps, runs=folder / "runs")
     )
     job = decide_and_show(load_recipe(recipe_path))
-    run = run_and_report(job)
-    click.echo("\nnext:")
-    click.echo(f"  shardwise chat {run.path}")
-    click.echo(f"  shardwise train {recipe_path} --set lora.rank=64 --set training.max_steps=100")
-    click.echo("  shardwise plan meta-llama/Llama-3.1-8B --method qlora --gpus 1xRTX4090")
+    run_and_report(job)
 
 
 def demo_model() -> Path:

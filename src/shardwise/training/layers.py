@@ -1,6 +1,5 @@
 """Where a model's decoder layers are: what is sharded and compiled one by one."""
 
-
 from torch import nn
 
 from shardwise.training.model import LossModel

@@ -100,7 +100,7 @@ def train(job: Job, start: int, bar: Bar) -> Totals:
             for i, batch in enumerate(batches):
                 job.meter.phase("forward")
                 job.watch.beat(step + 1, "forward")
-                loss = engine.forward(batch.to(engine.device))
+                loss = engine.forward(job.meter.inputs(batch.to(engine.device)))
                 losses.append(loss.detach())
                 total += losses[-1]
                 job.meter.phase("backward")

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import psutil
 import torch
 
+from shardwise.training.batches import MicroBatch
 from shardwise.training.engines.protocol import Engine
 from shardwise.training.trace.storages import StorageLog
 
@@ -46,6 +47,7 @@ class Meter:
             self._log = StorageLog(device="cpu")
             self._classify()
         self._phase = "load"
+        engine.module.on_loss = lambda: self.phase("loss")
 
     @property
     def method(self) -> str:
@@ -85,6 +87,13 @@ class Meter:
         else:
             self._read()
         self._phase = name
+
+    def inputs(self, batch: MicroBatch) -> MicroBatch:
+        """Name a micro-batch's tensors; returns it."""
+        if self._log is not None:
+            tensors = (batch.input_ids, batch.position_ids, batch.positions, batch.targets)
+            self._log.classify(tensors, "inputs")
+        return batch
 
     @property
     def allocated_bytes(self) -> int:

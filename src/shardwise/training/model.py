@@ -1,6 +1,7 @@
 """A causal language model whose forward takes a packed micro-batch and returns the sum of its loss."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ class LossModel(nn.Module):
     def __init__(self, model: nn.Module, loss: str) -> None:
         super().__init__()
         self.model = model
+        self.on_loss: Callable[[], None] = lambda: None  # told when the head and the loss begin
         base = self.causal_lm
         self.decoder = base.get_decoder
         self.chunked = loss == "chunked" and isinstance(base.get_output_embeddings(), nn.Linear)
@@ -58,6 +60,7 @@ class LossModel(nn.Module):
                 return logits_BTV.float().sum() * 0
             return full_cross_entropy(logits_BTV[0].index_select(0, batch.positions), batch.targets)
         hidden_TH = self.decoder()(**inputs).last_hidden_state[0]
+        self.on_loss()
         # Also without any label: every parameter then gets a gradient of 0, which DDP's reducer waits for.
         head = self.causal_lm.get_output_embeddings()
         return chunked_cross_entropy(

@@ -35,11 +35,16 @@ def pick(rows: Rows | None, tokenizer: Any, count: int) -> list[Prompt]:
         prompts.append(
             Prompt(
                 ids[:start],
-                tokenizer.full.decode(ids[:start].tolist(), skip_special_tokens=True),
+                _question(tokenizer.full.decode(ids[:start].tolist(), skip_special_tokens=True)),
                 tokenizer.full.decode(answer, skip_special_tokens=True).strip(),
             )
         )
     return prompts
+
+
+def _question(text: str) -> str:
+    """A prompt as people want to see it: the last user turn, where the template writes roles as lines."""
+    return text.rsplit("\nuser\n", 1)[-1].strip().removesuffix("assistant").strip()
 
 
 def answer(

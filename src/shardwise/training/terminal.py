@@ -1,6 +1,5 @@
 """Keep libraries' chatter off the user's terminal, each line by name, so that real warnings still show."""
 
-import logging
 import warnings
 
 # (message, category): said on every run, about code of a library and not of the user.
@@ -15,7 +14,5 @@ def keep_clean() -> None:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    # bitsandbytes reports at import that an optional CPU kernel package is absent.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     for message, category in CHATTER:
         warnings.filterwarnings("ignore", message=message, category=category)
