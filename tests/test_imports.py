@@ -54,7 +54,9 @@ def test_plan_imports_only_small_libraries(llama_8b: Path) -> None:
     foreign = {
         name
         for name in probe(llama_8b)["modules"]
-        if name not in sys.stdlib_module_names and name not in ALLOWED
+        if name not in sys.stdlib_module_names
+        and name not in ALLOWED
+        and not name.startswith("_sysconfigdata")
     }
     assert not foreign
 
@@ -69,3 +71,17 @@ def test_help_imports_no_command(tmp_path: Path) -> None:
     code += "print([m for m in sys.modules if m.startswith('shardwise.cli.') and m != 'shardwise.cli.main'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip().endswith("[]")
+
+
+@pytest.mark.parametrize(("command", "extra"), [("demo", "demo"), ("train", "train"), ("web", "web")])
+def test_a_missing_package_is_told_with_the_extra_that_brings_it(
+    command: str, extra: str, tmp_path: Path
+) -> None:
+    (tmp_path / "recipe.yaml").write_text(f"model: {tmp_path}\ndata: rows.jsonl\n")
+    arguments = [command, *(["recipe.yaml"] if command == "train" else [])]
+    code = "import sys\nfor name in ('numpy', 'starlette', 'uvicorn'): sys.modules[name] = None\n"
+    code += f"from shardwise.cli.main import main\nmain({arguments!r})\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert f"pip install 'shardwise[{extra}]'" in done.stderr
+    assert "Traceback" not in done.stderr

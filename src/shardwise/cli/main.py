@@ -6,7 +6,7 @@ import sys
 import click
 
 from shardwise import __version__
-from shardwise.errors import ShardwiseError, nearest
+from shardwise.errors import MissingDependencyError, ShardwiseError, nearest
 
 # name -> (module, attribute, one line of help); in the order people meet them
 COMMANDS = {
@@ -34,6 +34,30 @@ COMMANDS = {
     "calibrate": ("shardwise.cli.calibrate", "calibrate", "Measure this machine, for sharper plans."),
     "doctor": ("shardwise.cli.doctor", "doctor", "What can and cannot run on this machine, and why."),
 }
+
+
+# package -> the extra that brings it; plans need none of them
+EXTRAS = {
+    **dict.fromkeys(
+        ("torch", "transformers", "peft", "numpy", "tokenizers", "safetensors", "psutil"), "train"
+    ),
+    "pyarrow": "data",
+    "bitsandbytes": "qlora",
+    "deepspeed": "deepspeed",
+    "starlette": "web",
+    "uvicorn": "web",
+    "gguf": "export",
+    "ray": "ray",
+    "gpuhunt": "prices",
+}
+
+
+def _not_installed(package: str, extra: str) -> MissingDependencyError:
+    return MissingDependencyError(
+        f"this command needs the package {package}, which is not installed",
+        "shardwise alone only plans; what trains comes with an extra",
+        f"pip install 'shardwise[{extra}]'",
+    )
 
 
 class _Lazy(click.Group):
@@ -72,6 +96,13 @@ def main(args: list[str] | None = None) -> None:
     """Entry point: 0 success, 1 failure, 2 misuse, 75 interrupted with its state saved."""
     try:
         cli.main(args=args, prog_name="shardwise", standalone_mode=False)
+    except ModuleNotFoundError as problem:
+        extra = EXTRAS.get((problem.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        asked = (args if args is not None else sys.argv[1:])[:1]
+        click.echo(str(_not_installed(str(problem.name), "demo" if asked == ["demo"] else extra)), err=True)
+        sys.exit(2)
     except ShardwiseError as problem:
         click.echo(str(problem), err=True)
         sys.exit(problem.exit_code)
