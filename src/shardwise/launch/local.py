@@ -5,6 +5,7 @@ want of memory cannot tell by itself.
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,6 +29,8 @@ DISK_FULL = 74  # exit code of ranks that had no room for a checkpoint
 SETTLE_SECONDS = 1.5  # after a death: time in which the others' own deaths and last words are gathered
 POLL_SECONDS = 0.05
 TAIL_LINES = 20
+# The last line of a Python traceback, as plain Python and as torch print it.
+_RAISED = re.compile(r"^(?:\[rank\d+\]: )?([A-Za-z_][\w.]*(?:Error|Exception)\b.*)")
 GUARD = Path(__file__).with_name("guard.py")
 
 # What a rank says when a peer is gone: a consequence, never named as the cause while there is another one.
@@ -299,6 +302,7 @@ def _describe(rank: _Rank, kernel_killed: bool, peaks: tuple[int, ...]) -> Failu
         reason = f"rank {rank.number} ended with exit code {code}" + (f": {said.strip()}" if said else "")
         oom = "OutOfMemoryError" in "\n".join(tail) or "can't allocate memory" in "\n".join(tail)
         return Failure(rank.number, reason, code, None, oom, rank.log_path, tail)
+    raised = next((found[1] for line in reversed(tail) if (found := _RAISED.match(line))), None)
     try:
         name = signal.Signals(-code).name
     except ValueError:
@@ -306,6 +310,8 @@ def _describe(rank: _Rank, kernel_killed: bool, peaks: tuple[int, ...]) -> Failu
     oom = code == -signal.SIGKILL and kernel_killed
     if oom:
         reason = f"rank {rank.number} was killed by the kernel because the machine ran out of memory"
+    elif -code == signal.SIGABRT and raised:  # a communication thread aborts a process that is ending anyway
+        reason = f"rank {rank.number} ended with {raised.strip()} (then {name})"
     else:
         reason = f"rank {rank.number} was killed by {name}"
     reason += f" ({held})" if held else ""
