@@ -34,8 +34,6 @@ PEERS = {
     "trl-packing": ("trl", ["trl", "peft", "psutil"]),
     "llamafactory": ("llamafactory", ["llamafactory", "psutil"]),
 }
-# Peers without a CPU path of their own; tried only where a GPU is, and said so in the table.
-NEEDS_GPU = {"unsloth": "needs a GPU at import", "ms-swift": "not run here", "litgpt": "not run here"}
 
 
 def environment(name, packages):

@@ -1,8 +1,8 @@
 """Variables for the communication libraries, per fabric: only where a library cannot find out, each with its reason.
 
 Inside a node nothing is set: NCCL finds NVLink and NVSwitch by itself, and a variable could only make it worse.
-Sources: NVIDIA NCCL user guide 2.27, "Environment Variables"; PyTorch 2.13, "Flight Recorder"; AWS
-aws-ofi-nccl README. Read on 2026-11-30.
+The variables are those of the NVIDIA NCCL user guide ("Environment Variables"), PyTorch ("Flight Recorder") and the
+AWS aws-ofi-nccl README, written down from memory and not yet tried on such fabrics.
 """
 
 from dataclasses import dataclass

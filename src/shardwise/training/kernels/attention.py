@@ -1,6 +1,6 @@
 """Causal attention of packed documents as a few large matrix products per document.
 
-On CPUs torch's flash kernel reaches a tenth of the cores' bf16 matrix rate: its tiles are small. Here the queries of
+On CPUs torch's flash kernel stays far below the cores' bf16 matrix rate: its tiles are small. Here the queries of
 one document go through in blocks of `ROWS`, all query heads of a key head stacked, so that every product is a
 batched GEMM of (K, G*R, D) x (K, D, b), and keys after a block are never touched.
 
