@@ -215,7 +215,7 @@ def _go_on_from(run: RunFolder, job: Job, accepted: Sequence[str]) -> int:
 
 def _finish(run: RunFolder, job: Job, exit_code: int, failure: Failure | None) -> RunFolder:
     if exit_code == 0:
-        _add_estimate(run, job.plan)
+        add_estimate(run, job.plan)
         run.status("done", "", 0)
         run.event("end", state="done")
         return run
@@ -259,7 +259,7 @@ class _Refused(UsageError):
         return "error: the run was refused before it started; nothing was left behind"
 
 
-def _add_estimate(run: RunFolder, plan: Plan) -> None:
+def add_estimate(run: RunFolder, plan: Plan) -> None:
     """Put the plan's numbers beside the measured ones."""
     summary = run.summary()
     if summary is None:

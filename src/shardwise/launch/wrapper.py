@@ -24,7 +24,7 @@ from types import FrameType
 from shardwise.errors import Interrupted, RunError, ShardwiseError, UsageError
 from shardwise.launch import operators
 from shardwise.launch.cluster import decide_for, offer_of, open_folder, read_plan
-from shardwise.launch.job import Job, _add_estimate
+from shardwise.launch.job import Job, add_estimate
 from shardwise.launch.local import GUARD
 from shardwise.launch.rank import ATTEMPT, RankEnd, log_path, rank_ends, stop_path
 from shardwise.launch.targets.parts import JOIN_SECONDS
@@ -180,7 +180,7 @@ def end(started: Started, launcher_code: int) -> int:
             return code
         state = {0: "done", Interrupted.exit_code: "interrupted"}.get(code, "failed")
         if code == 0:
-            _add_estimate(run, started.job.plan)
+            add_estimate(run, started.job.plan)
         run.status(state, reason, code)  # type: ignore[arg-type]
         run.event("end", state=state, reason=reason)
         outcome_path(run, started.attempt).write_text(f"{code}\n")
