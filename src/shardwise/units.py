@@ -10,12 +10,6 @@ from shardwise.errors import UsageError
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 GB = 10**9
 
-_BYTES = {"b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": TIB} | {
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": GB,
-    "tb": 10**12,
-}
 _SECONDS = {"s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 _COUNT = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 _NUMBER = re.compile(r"^\s*([0-9][0-9_,]*\.?[0-9]*(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z]*)\s*$")
@@ -30,11 +24,6 @@ def _parse(text: str, table: dict[str, float] | dict[str, int], kind: str, examp
             f"write it like {example}",
         )
     return float(match[1].replace("_", "").replace(",", "")) * table[match[2].casefold()]
-
-
-def parse_bytes(text: str) -> int:
-    """'80GiB', '24 GB' -> bytes. Raises UsageError."""
-    return int(_parse(text, _BYTES, "size in bytes", "80GiB or 24GB"))
 
 
 def parse_seconds(text: str) -> float:

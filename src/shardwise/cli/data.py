@@ -93,18 +93,10 @@ def check(
             progress=progress,
         )
     if html is not None:
+        from shardwise.cli.files import write_page
         from shardwise.data.page import check_html
-        from shardwise.errors import UsageError
 
-        try:
-            html.write_text(check_html(result), encoding="utf-8")
-        except OSError as problem:
-            raise UsageError(
-                f"'{html}' cannot be written",
-                problem.strerror or str(problem),
-                "name a file in a folder that exists",
-            ) from None
-        click.echo(f"wrote {html}", err=True)
+        write_page(html, check_html(result))
     if as_json or html is None:
         _print(result.to_dict() if as_json else check_text(result), as_json)
 

@@ -45,24 +45,16 @@ def runs(folder: Path, as_json: bool) -> None:
 @click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Write a report in one file.")
 def show(run: str, folder: Path, as_json: bool, html: Path | None) -> None:
     """Show RUN (a name, the beginning of one, a path, or 'latest'): estimate against measurement."""
-    from shardwise.errors import UsageError
     from shardwise.report.run_view import view_run
     from shardwise.runs import open_run
-    from shardwise.runs.jsonfile import to_json, write_text
+    from shardwise.runs.jsonfile import to_json
 
     view = view_run(open_run(run, folder))
     if html is not None:
+        from shardwise.cli.files import write_page
         from shardwise.report.run_html import run_html
 
-        try:
-            write_text(html, run_html(view))
-        except OSError as problem:
-            raise UsageError(
-                f"'{html}' cannot be written",
-                problem.strerror or str(problem),
-                "name a file in a folder that exists",
-            ) from None
-        click.echo(f"wrote {html}", err=True)
+        write_page(html, run_html(view))
     if as_json:
         from shardwise.report.run_json import run_json
 

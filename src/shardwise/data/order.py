@@ -78,10 +78,6 @@ class Order:
         """Tokens with a label of a step, over all ranks."""
         return sum(int(self.rows.trained[list(b)].sum()) for b in self.step(step))
 
-    def total_tokens(self) -> int:
-        """Tokens of the whole run, over all ranks."""
-        return sum(self.tokens(i) for i in range(self.steps))
-
     def _check(self, step: int) -> None:
         if not 0 <= step < self.steps:
             raise IndexError(f"step {step} is outside 0..{self.steps - 1}")

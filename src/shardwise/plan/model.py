@@ -109,10 +109,6 @@ class Plan:
         share = fixed / self.speed.step_seconds
         return share + (1 - share) * self.fill
 
-    @property
-    def gpu_hours(self) -> float | None:
-        return None if self.seconds is None else self.seconds / 3600 * self.offer.count
-
 
 def host_holds(shape: ModelShape, stack: Stack, offer: Offer) -> bool:
     """Whether a node's memory holds what its ranks offload, their processes, and a tenth to spare."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shardwise.data import Prepared, Rows, prepare
+from shardwise.data import Rows
 from shardwise.errors import DataError, ShardwiseError
 from shardwise.recipe import Recipe, parse_recipe
 from shardwise.recipe.schema import Source
@@ -22,6 +22,7 @@ from shardwise.runs import RunFolder
 from shardwise.training.batches import pack
 from shardwise.training.export.main import as_trained
 from shardwise.training.model import LossModel, ModelFolder
+from shardwise.training.rows import prepared_rows
 
 
 @dataclass(frozen=True)
@@ -56,19 +57,10 @@ def score(module: LossModel, rows: Rows, batch_size: int) -> Score:
 
 def held_out(recipe: Recipe, folder: ModelFolder, data: str | None) -> Rows:
     """The run's held-out rows, or those of another file, prepared as the run's were. Raises DataError without any."""
-    config = folder.config().get_text_config()
     section = recipe.data
     if data is not None:
         section = section.model_copy(update={"train": (Source(path=data),), "validation": 0})
-    prepared: Prepared = prepare(
-        section,
-        folder.path,
-        revision=recipe.model.revision,
-        chat_template=recipe.model.chat_template,
-        max_length=getattr(config, "max_position_embeddings", None),
-        vocabulary=config.vocab_size,
-        seed=recipe.training.seed,
-    )
+    prepared = prepared_rows(folder, section)
     rows = prepared.train if data is not None else prepared.validation
     if rows is None or len(rows) == 0:
         raise DataError("the run has no held-out rows", "data.validation was 0", "give rows with --data FILE")

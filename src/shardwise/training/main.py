@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.data import Prepared, end_ids, load_tokenizer, make_order, prepare
+from shardwise.data import end_ids, load_tokenizer, make_order
 from shardwise.data.identity import rows_digest
-from shardwise.errors import DivergedError, Interrupted, RunError, ShardwiseError
+from shardwise.errors import Interrupted, ShardwiseError
 from shardwise.errors import OutOfMemoryError as DeviceMemoryError
 from shardwise.facts.versions import installed_versions
 from shardwise.facts.weights import weights_digest
@@ -33,6 +33,7 @@ from shardwise.training.loop import Job, Stop, log_evaluation, train
 from shardwise.training.meter import Meter, peak_resident_bytes
 from shardwise.training.model import ModelFolder
 from shardwise.training.progress import Bar
+from shardwise.training.rows import prepared_rows
 from shardwise.training.terminal import keep_clean
 from shardwise.training.watch import END_SECONDS, SAVE_SECONDS, Watch
 
@@ -76,7 +77,7 @@ def rank_main(run: RunFolder, ranks: Ranks, stop: Stop, resume: bool) -> None:
     device = _device(recipe, ranks)
     torch.manual_seed(recipe.training.seed)
     folder = ModelFolder(Path(recipe.model.source), recipe)
-    prepared = _prepared(recipe, folder)
+    prepared = prepared_rows(folder, recipe.data)
     size, epochs = recipe.training.global_batch_size, recipe.training.epochs
     assert size != "auto"
     order = make_order(
@@ -185,20 +186,6 @@ def _device_name(device: torch.device) -> str:
     return f"{device.type} ({torch.get_num_threads()} threads)"
 
 
-def _prepared(recipe: Recipe, folder: ModelFolder) -> Prepared:
-    """The rows as the launcher prepared them: read from the cache, by the same key."""
-    config = folder.config().get_text_config()
-    return prepare(
-        recipe.data,
-        folder.path,
-        revision=recipe.model.revision,
-        chat_template=recipe.model.chat_template,
-        max_length=getattr(config, "max_position_embeddings", None),
-        vocabulary=config.vocab_size,
-        seed=recipe.training.seed,
-    )
-
-
 def _resume(run: RunFolder, engine: Engine, now: Mapping[str, Any]) -> int:
     """Load the newest good checkpoint. Returns the number of steps done.
 
@@ -281,8 +268,6 @@ def _pairs(run: RunFolder) -> list[dict[str, Any]]:
 def _first_evaluation(run: RunFolder) -> float | None:
     return next((e.model_dump()["loss"] for e in run.events("evaluation")), None)
 
-
-__all__ = ["DivergedError", "RunError", "build_engine", "main"]
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -4,21 +4,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
 from shardwise.errors import RecipeError, nearest
+from shardwise.facts.shape import ATTENTION_MODULES
 from shardwise.recipe.schema import Lora
 from shardwise.training.optimizers import is_matrix
-
-# Projections of attention blocks, over the families transformers knows.
-ATTENTION = (
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "o_proj",
-    "qkv_proj",
-    "out_proj",
-    "dense",
-    "query_key_value",
-    "c_attn",
-)
 
 
 def adapt(model: nn.Module, lora: Lora, seed: int) -> PeftModel:
@@ -55,7 +43,7 @@ def _targets(model: nn.Module, lora: Lora) -> list[str]:
     wanted = lora.targets
     if wanted == "all-linear":
         return sorted(linear)
-    suffixes = ATTENTION if wanted == "attention" else tuple(wanted)
+    suffixes = ATTENTION_MODULES if wanted == "attention" else tuple(wanted)
     chosen = sorted(n for n in linear if any(n == s or n.endswith("." + s) for s in suffixes))
     known = sorted({n.rsplit(".", 1)[-1] for n in linear})
     missing = [s for s in suffixes if not any(n == s or n.endswith("." + s) for n in linear)]

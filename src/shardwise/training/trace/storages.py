@@ -221,6 +221,21 @@ class StorageLog(TorchDispatchMode):
         return self._streams.setdefault(id(stream), len(self._streams) + 1)
 
 
+def _walk(events: Iterable[Event], start: _Live | None) -> Iterator[tuple[str, _Live]]:
+    """(phase, what is alive) after every event; the same object each time, changed in place."""
+    live = _Live(dict(start.bytes), start.total) if start else _Live()
+    phase = "load"
+    for event in events:
+        if event[0] == ALLOCATE:
+            live.bytes[event[1]] = event[2]
+            live.total += event[2]
+        elif event[0] == FREE:
+            live.total -= live.bytes.pop(event[1], 0)
+        else:
+            phase = event[1]
+        yield phase, live
+
+
 def replay(
     events: Iterable[Event], births: dict[int, Birth], start: _Live | None = None
 ) -> tuple[dict[str, Peak], _Live]:
@@ -228,36 +243,17 @@ def replay(
 
     A phase's peak counts what was alive when the phase began.
     """
-    live = dict(start.bytes) if start else {}
-    total = start.total if start else 0
-    phase = "load"
-    best: dict[str, Peak] = {}
-    highest: dict[str, int] = {}
     events = list(events)
-    # First pass: the height of each phase's peak; second pass: who was there.
-    for event in events:
-        if event[0] == ALLOCATE:
-            live[event[1]] = event[2]
-            total += event[2]
-        elif event[0] == FREE:
-            total -= live.pop(event[1], 0)
-        else:
-            phase = event[1]
-        if total > highest.get(phase, -1):
-            highest[phase] = total
-    end = _Live(live, total)
-    live = dict(start.bytes) if start else {}
-    total, now = (start.total if start else 0), "load"
-    for event in events:
-        if event[0] == ALLOCATE:
-            live[event[1]] = event[2]
-            total += event[2]
-        elif event[0] == FREE:
-            total -= live.pop(event[1], 0)
-        else:
-            now = event[1]
-        if now not in best and total == highest[now]:
-            best[now] = Peak(total, _by_term(live, births))
+    # First walk: the height of each phase's peak; second walk: who was there.
+    highest: dict[str, int] = {}
+    end = _Live(dict(start.bytes), start.total) if start else _Live()
+    for phase, now in _walk(events, start):
+        highest[phase] = max(highest.get(phase, -1), now.total)
+        end = now
+    best: dict[str, Peak] = {}
+    for phase, now in _walk(events, start):
+        if phase not in best and now.total == highest[phase]:
+            best[phase] = Peak(now.total, _by_term(now.bytes, births))
     return best, end
 
 
