@@ -1,5 +1,6 @@
 """The controls of the Plan page: query string -> question -> the same question as a shell command."""
 
+import gc
 import shlex
 from collections.abc import Mapping
 from contextlib import suppress
@@ -99,7 +100,12 @@ def _permitted(controls: Controls, sources: Sources) -> bool:
 
 @lru_cache(maxsize=512)
 def _ask(controls: Controls, on_disk: bool, offers: tuple[str | None, ...]) -> Answer:
-    return answer(question(controls, on_disk, tuple(parse_offer(o) for o in offers if o is not None)))
+    found = answer(question(controls, on_disk, tuple(parse_offer(o) for o in offers if o is not None)))
+    # Remembered answers hold some 100,000 objects, and a full collection over them stalls the page for 100 ms.
+    # They stay for long and have no cycles, so the collector need not look at them again.
+    gc.collect(1)
+    gc.freeze()
+    return found
 
 
 def question(controls: Controls, on_disk: bool, offers: tuple[Offer, ...]) -> Question:
