@@ -14,7 +14,7 @@ from shardwise.facts.model import read_model
 from shardwise.launch.job import Job, facts_of, prepare_rows
 from shardwise.plan.resolve import resolve
 from shardwise.recipe import Recipe, dump_recipe
-from shardwise.rules import check
+from shardwise.rules import check, situation
 from shardwise.rules.problem import Situation
 from shardwise.runs import RunFolder, create_run
 from shardwise.runs.jsonfile import read_json, write_json
@@ -71,7 +71,7 @@ def decide_for(recipe: Recipe, offer: Offer, here: bool, progress: Progress | No
     whole = spread(recipe)
     check(whole, shape, where)
     prepared = prepare_rows(whole, folder, shape, progress)
-    decided, plan = resolve(whole, shape, offer, facts_of(prepared, whole))
+    decided, plan = resolve(whole, shape, offer, facts_of(prepared, whole), where or situation())
     if decided.data != whole.data:
         prepared = prepare_rows(decided, folder, shape, None)
     check(decided, shape, where)

@@ -30,7 +30,7 @@ from shardwise.plan.model import DataFacts, Plan
 from shardwise.plan.resolve import resolve
 from shardwise.recipe import Recipe, dump_recipe
 from shardwise.recipe.schema import Source
-from shardwise.rules import check
+from shardwise.rules import check, situation
 from shardwise.runs import RunFolder, create_run, tracking
 from shardwise.runs.changes import check as check_changes
 from shardwise.runs.changes import compare, facts
@@ -64,7 +64,7 @@ def decide(recipe: Recipe, progress: Progress | None = None) -> Job:
     check(recipe, shape)
     prepared = prepare_rows(recipe, folder, shape, progress)
     offer = as_offer("cpu" if recipe.engine.device == "cpu" else None)
-    decided, plan = resolve(recipe, shape, offer, facts_of(prepared, recipe))
+    decided, plan = resolve(recipe, shape, offer, facts_of(prepared, recipe), situation())
     decided = _with_formats(decided)
     if decided.data != recipe.data:
         prepared = prepare_rows(decided, folder, shape, None)

@@ -1,6 +1,7 @@
 """What is asked of a search, and what it answers."""
 
 from dataclasses import dataclass, field
+from math import log
 
 from shardwise.estimate.cost import Cost
 from shardwise.estimate.stack import Stack
@@ -103,3 +104,14 @@ def engine_name(stack: Stack) -> str:
         return name
     what = "all" if stack.offload_parameters != "none" else "optimizer"
     return f"{name} + {what} on {places[0]}"
+
+
+def bucket(value: float) -> int:
+    """Values within about 3 % count as equal: estimates are no finer."""
+    return round(log(value) / log(1.03)) if value > 0 else 0
+
+
+def simplicity(stack: Stack) -> int:
+    """The lower, the simpler: of two engines as fast as each other the one to take."""
+    order = ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3")
+    return order.index(stack.sharding) + (10 if stack.offload_optimizer != "none" else 0)

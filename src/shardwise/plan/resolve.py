@@ -1,18 +1,20 @@
 """A recipe with `auto` in it, a model and a machine -> the same recipe with every `auto` decided, and its plan."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from shardwise.errors import RecipeError, RuleError
 from shardwise.estimate.memory.formula import estimate_memory
 from shardwise.estimate.speed import estimate_speed
-from shardwise.estimate.stack import Place, Stack
+from shardwise.estimate.stack import Stack
 from shardwise.facts.gpus import Offer
 from shardwise.facts.machine import detect_machine
 from shardwise.facts.model import ModelShape
-from shardwise.plan.model import Choice, DataFacts, Plan, fill_of, planned_steps, verdict
+from shardwise.plan.model import Choice, DataFacts, Plan, fill_of, planned_steps
+from shardwise.plan.question import engine_name
+from shardwise.plan.sharding import Chosen, choose, engine_section
 from shardwise.recipe.schema import Recipe
+from shardwise.rules import Situation
 
 ADAPTER_RATE, FULL_RATE = 2e-4, 1e-5
 # Tokens per optimizer step that `auto` aims at: what published recipes of 1B to 70B models use.
@@ -37,12 +39,18 @@ class _Choices:
 
 
 def resolve(
-    recipe: Recipe, shape: ModelShape, offer: Offer, data: DataFacts | None = None
+    recipe: Recipe,
+    shape: ModelShape,
+    offer: Offer,
+    data: DataFacts | None = None,
+    where: Situation | None = None,
 ) -> tuple[Recipe, Plan]:
     """Decide every `auto` of `recipe` for `shape` on `offer`.
 
-    Keys that a person wrote are kept as they are; whether the result fits is in the plan's verdict. Raises
-    RecipeError for a batch that cannot be divided, RuleError for a device that is not there.
+    Keys that a person wrote are kept as they are; whether the result fits is in the plan's verdict. `where` is the
+    installation that will run it: `engine.name: auto` takes nothing that is not legal there.
+
+    Raises RecipeError for a batch that cannot be divided, RuleError for a device that is not there.
     """
     data = data or DataFacts()
     made = _Choices()
@@ -72,7 +80,8 @@ def resolve(
         device=device,
     )  # fmt: skip
     batch = _global_batch(recipe, draft, sequences, made)
-    stack = _choose_stack(recipe, shape, offer, draft, batch, made)
+    chosen = choose(recipe, shape, offer, draft, batch, where)
+    stack = _told(recipe, chosen, made)
     if data.labelled_at is not None:
         sizes = (length, stack.global_batch_size, stack.micro_batch_size, stack.world_size)
         stack = replace(stack, labelled_tokens=data.labelled_at(*sizes))
@@ -90,7 +99,7 @@ def resolve(
         steps=steps,
         fill=fill_of(data, length),
         choices=tuple(made.made),
-        notes=(*shape.notes, *offer.notes),
+        notes=(*shape.notes, *offer.notes, *chosen.notes),
     )
     return filled, plan
 
@@ -180,96 +189,26 @@ def _global_batch(recipe: Recipe, draft: Stack, sequences: int | None, made: _Ch
     return int(made.auto("training.global_batch_size", asked, value, why))
 
 
-def shardings(recipe: Recipe, draft: Stack) -> Iterator[Stack]:
-    """Stacks of the engines that are asked for, or that `auto` may choose, simplest first."""
-    name, ranks = recipe.engine.name, draft.world_size
-    fsdp, deep = recipe.engine.fsdp2, recipe.engine.deepspeed
-    if name == "single" or (name == "auto" and ranks == 1):
-        yield replace(draft, sharding="single")
-        if name == "single":
-            return
-    if name == "ddp" or (name == "auto" and ranks > 1):
-        yield replace(draft, sharding="ddp")
-    if name == "fsdp2" or (name == "auto" and (ranks > 1)):
-        offload: Place = "cpu" if fsdp.cpu_offload else "none"
-        yield replace(
-            draft,
-            sharding="fsdp2",
-            dp_replicate=fsdp.dp_replicate,
-            reshard_after_forward=fsdp.reshard_after_forward,
-            offload_optimizer=offload,
-            offload_parameters=offload,
-        )
-    if name == "deepspeed":
-        sizes: dict[str, Any] = {
-            key: value
-            for key, value in (
-                ("reduce_bucket_size", deep.reduce_bucket_size),
-                ("allgather_bucket_size", deep.allgather_bucket_size),
-                ("prefetch_bucket_size", deep.prefetch_bucket_size),
-                ("param_persistence_threshold", deep.param_persistence_threshold),
-                ("max_live_parameters", deep.max_live_parameters),
-            )
-            if value != "auto"
-        }
-        yield replace(
-            draft,
-            sharding=f"zero{deep.zero_stage}",  # type: ignore[arg-type]
-            offload_optimizer=deep.offload_optimizer,
-            offload_parameters=deep.offload_parameters,
-            **sizes,
-        )
-
-
-def candidates(recipe: Recipe, draft: Stack, batch: int) -> Iterator[Stack]:
-    """Every stack that leaves the person's keys as they are."""
-    asked, kind = recipe.training.micro_batch_size, recipe.training.activation_checkpointing
-    per_rank = batch // draft.world_size
-    micros = [asked] if asked != "auto" else [m for m in range(1, 65) if per_rank % m == 0]
-    kinds: tuple[Any, ...] = ("none", "selective", "full") if kind == "auto" else (kind,)
-    for base in shardings(recipe, draft):
-        for micro in micros:
-            for checkpointing in kinds:
-                yield replace(
-                    base,
-                    micro_batch_size=micro,
-                    gradient_accumulation_steps=max(1, batch // (micro * draft.world_size)),
-                    activation_checkpointing=checkpointing,
-                )
-
-
-def _choose_stack(
-    recipe: Recipe, shape: ModelShape, offer: Offer, draft: Stack, batch: int, made: _Choices
-) -> Stack:
-    """The fastest stack that fits; of equals (3 %) the simpler engine. When none fits, the smallest."""
-    capacity = offer.gpu.usable_bytes
-    best: tuple[float, Stack] | None = None
-    least: tuple[int, Stack] | None = None
-    for stack in candidates(recipe, draft, batch):
-        memory = estimate_memory(shape, stack)
-        if least is None or memory.allocated_bytes < least[0]:
-            least = memory.allocated_bytes, stack
-        if verdict(memory, capacity) != "fits":
-            continue
-        seconds = estimate_speed(shape, offer.gpu, stack).step_seconds
-        if best is None or seconds < 0.97 * best[0]:
-            best = seconds, stack
-    if best is None and least is None:
-        raise RuleError(
-            f"engine {recipe.engine.name} cannot run on {draft.world_size} ranks",
-            "no stack is left to choose from", "set engine.name: auto",
-        )  # fmt: skip
-    stack = best[1] if best else least[1]  # type: ignore[index]
-    reason = "the fastest that fits" if best else "needs the least memory (and still does not fit)"
+def _told(recipe: Recipe, chosen: Chosen, made: _Choices) -> Stack:
+    """The chosen stack, with every decision in it noted."""
+    stack, open_name = chosen.stack, recipe.engine.name == "auto"
     engine = "deepspeed" if stack.sharding.startswith("zero") else stack.sharding
-    why = {"single": "one rank", "ddp": "every rank can hold a copy", "fsdp2": "one copy does not fit a rank"}
-    made.auto("engine.name", recipe.engine.name, engine, why.get(engine, reason))
-    made.auto("training.micro_batch_size", recipe.training.micro_batch_size, stack.micro_batch_size, reason)
+    made.auto("engine.name", recipe.engine.name, engine, chosen.engine_why)
+    if open_name and engine == "deepspeed":
+        why = f"part of {engine_name(stack)}"
+        made.made.append(Choice("engine.deepspeed.zero_stage", stack.sharding[-1], why))
+        for key in ("offload_optimizer", "offload_parameters"):
+            if getattr(stack, key) != "none":
+                made.made.append(Choice(f"engine.deepspeed.{key}", getattr(stack, key), why))
+    if open_name and engine == "fsdp2" and stack.offload_parameters == "cpu":
+        made.made.append(Choice("engine.fsdp2.cpu_offload", "true", f"part of {engine_name(stack)}"))
+    asked, why = recipe.training, chosen.size_why
+    made.auto("training.micro_batch_size", asked.micro_batch_size, stack.micro_batch_size, why)
     made.auto(
         "training.activation_checkpointing",
-        recipe.training.activation_checkpointing,
+        asked.activation_checkpointing,
         stack.activation_checkpointing,
-        reason,
+        why,
     )
     return stack
 
@@ -299,12 +238,7 @@ def _fill(
             "activation_checkpointing": stack.activation_checkpointing,
             "loss": stack.loss,
         },
-        "engine": {
-            "name": "deepspeed" if stack.sharding.startswith("zero") else stack.sharding,
-            "device": stack.device,
-            "processes": stack.world_size,
-            "deepspeed": _buckets(recipe, stack),
-        },
+        "engine": engine_section(recipe, stack),
         "evaluation": {"every_steps": evaluate},
         "checkpoint": {"every_steps": save},
     }
@@ -314,13 +248,6 @@ def _fill(
             "data.validation", "auto", held, "5 % of the rows, at most 200"
         )
     return _updated(recipe, update)
-
-
-def _buckets(recipe: Recipe, stack: Stack) -> Any:
-    names: tuple[str, ...] = ("reduce_bucket_size", "allgather_bucket_size", "prefetch_bucket_size")
-    names += ("param_persistence_threshold", "max_live_parameters")
-    section = recipe.engine.deepspeed
-    return {name: getattr(stack, name) for name in names if getattr(section, name) == "auto"}
 
 
 def _updated(section: Any, changes: dict[str, Any]) -> Any:

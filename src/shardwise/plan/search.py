@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from math import log
 from typing import Any
 
 from shardwise.estimate.cost import energy_kwh, estimate_cost
@@ -12,7 +11,17 @@ from shardwise.estimate.stack import Stack
 from shardwise.facts.gpus import Offer, catalogue
 from shardwise.plan.fewest import ById, least_gpus, least_possible_bytes, memory_of, rejections
 from shardwise.plan.model import Plan, fill_of, planned_steps, verdict
-from shardwise.plan.question import COUNTS, METHODS, Answer, Option, Question, Rejected, engine_name
+from shardwise.plan.question import (
+    COUNTS,
+    METHODS,
+    Answer,
+    Option,
+    Question,
+    Rejected,
+    bucket,
+    engine_name,
+    simplicity,
+)
 from shardwise.plan.resolve import ADAPTER_TOKENS, CPU_TOKENS, FEWEST_STEPS, FULL_TOKENS
 
 __all__ = ["METHODS", "Answer", "Option", "Question", "Rejected", "answer", "engine_name", "pareto"]
@@ -270,14 +279,9 @@ def _rank(question: Question, option: Option) -> tuple[Any, ...]:
     money = option.cost.usd if option.cost is not None and many else 0.0
     preferred = _preference(question).index(plan.stack.method)
     return (
-        bool(option.missed), tight, preferred, _bucket(money), _bucket(per_token), _simplicity(plan.stack),
+        bool(option.missed), tight, preferred, bucket(money), bucket(per_token), simplicity(plan.stack),
         per_token,
     )  # fmt: skip
-
-
-def _bucket(value: float) -> int:
-    """Values within about 3 % count as equal: estimates are no finer."""
-    return round(log(value) / log(1.03)) if value > 0 else 0
 
 
 def _preference(question: Question) -> tuple[str, ...]:
@@ -285,11 +289,6 @@ def _preference(question: Question) -> tuple[str, ...]:
     if question.methods == METHODS and question.goal == "steer":
         return ("lora", "qlora", "full")
     return question.methods + tuple(m for m in METHODS if m not in question.methods)
-
-
-def _simplicity(stack: Stack) -> int:
-    order = ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3")
-    return order.index(stack.sharding) + (10 if stack.offload_optimizer != "none" else 0)
 
 
 def pareto(options: Sequence[Option]) -> tuple[Option, ...]:
