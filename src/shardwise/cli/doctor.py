@@ -1,19 +1,50 @@
 """`shardwise doctor`: what can and cannot run here."""
 
 import json
+import sys
 from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
     from shardwise.launch.diagnosis import Diagnosis
+    from shardwise.launch.preflight import Preflight
 
 
 @click.command()
 @click.option("--build", is_flag=True, help="Compile DeepSpeed's operators now, once, with progress.")
+@click.option(
+    "--nodes", is_flag=False, flag_value=0, type=click.IntRange(min=0), metavar="[N]",
+    help="Measure the links between ranks instead; started on every node at the same time. "
+    "N is not needed under Slurm's srun, torchrun's variables or SkyPilot.",
+)  # fmt: skip
+@click.option("--node-rank", type=click.IntRange(min=0), help="This node's number, from 0.")
+@click.option("--head", help="Name or address of node 0.")
+@click.option("--port", type=click.IntRange(1, 65535), help="Port of node 0.  [default: 29401]")
+@click.option(
+    "--ranks", type=click.IntRange(min=1), help="Ranks of this node.  [default: one per GPU, or one]"
+)
+@click.option("--interface", help="Network interface between the nodes.")
+@click.option("--gpus", help="What the plan was made for, such as 8xH100-80GB.  [default: this machine]")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
-def doctor(build: bool, as_json: bool) -> None:
-    """What can and cannot run on this machine, and why: versions, devices, compilers, operators."""
+def doctor(
+    build: bool,
+    nodes: int | None,
+    node_rank: int | None,
+    head: str | None,
+    port: int | None,
+    ranks: int | None,
+    interface: str | None,
+    gpus: str | None,
+    as_json: bool,
+) -> None:
+    """What can and cannot run on this machine, and why: versions, devices, compilers, operators.
+
+    With --nodes: does every rank answer, how fast are the links beside what a plan assumes, and which is slow.
+    """
+    if nodes is not None:
+        asked = {"nodes": nodes or None, "node": node_rank, "head": head, "port": port}
+        sys.exit(_links(asked, ranks, interface, gpus, as_json))
     from shardwise.launch import operators
     from shardwise.launch.diagnosis import diagnose
 
@@ -29,6 +60,35 @@ def doctor(build: bool, as_json: bool) -> None:
         click.echo(json.dumps(as_data(found), indent=2))
     else:
         click.echo(as_text(found))
+
+
+def _links(
+    asked: dict[str, Any], ranks: int | None, interface: str | None, gpus: str | None, as_json: bool
+) -> int:
+    """Measure with the other nodes; the first node prints. Returns 1 when a link is slow."""
+    import os
+    from dataclasses import asdict
+
+    from shardwise.facts.machine import as_offer
+    from shardwise.launch import preflight
+
+    offer = as_offer(gpus)
+    here = as_offer(None)
+    where = preflight.where_am_i(os.environ, asked, ranks or (here.count if here.gpu.kind == "cuda" else 1))
+    if where.nodes * where.ranks_per_node == 1:
+        click.echo("one rank has no links; on several nodes: shardwise doctor --nodes N", err=True)
+        return 0
+    names = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+    measured = preflight.measure(where, dict.fromkeys(names, interface) if interface else {})
+    if not measured:
+        click.echo(f"node {where.node} has measured its links; node 0 tells what was found", err=True)
+        return 0
+    found: Preflight = preflight.judge(measured, preflight.assumption(offer, where))
+    if as_json:
+        click.echo(json.dumps({**asdict(found), "slow": [str(one) for one in found.slow]}, indent=2))
+    else:
+        click.echo(preflight.as_text(found))
+    return 1 if found.slow else 0
 
 
 def as_data(found: "Diagnosis") -> dict[str, Any]:
