@@ -125,7 +125,7 @@ def test_nothing_or_no_length_is_refused() -> None:
         make_order(
             rows.select(np.zeros(0, int)), sequence_length=10, packing=False, global_batch_size=1, epochs=1
         )
-    with pytest.raises(DataError, match="epochs=None and max_steps=None"):
+    with pytest.raises(DataError, match="epochs=None, max_steps=None"):
         make_order(rows, sequence_length=10, packing=False, global_batch_size=1)
     with pytest.raises(DataError, match="sequence_length is 9"):
         make_order(rows, sequence_length=9, packing=False, global_batch_size=1, epochs=1)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardwise.data.build import find_part
-    from shardwise.data.order import Bin, Order, make_order
+    from shardwise.data.order import Bin, Order, make_order, run_order
     from shardwise.data.preparation import Prepared, default_cache, prepare
     from shardwise.data.prompt import end_ids, render_prompt
     from shardwise.data.report import DataReport
@@ -29,6 +29,7 @@ _HOMES = {
     "make_order": "order",
     "prepare": "preparation",
     "render_prompt": "prompt",
+    "run_order": "order",
 }
 __all__ = [
     "Bin",
@@ -43,6 +44,7 @@ __all__ = [
     "make_order",
     "prepare",
     "render_prompt",
+    "run_order",
 ]
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from shardwise.data.packing import pack
 from shardwise.data.store import Rows
 from shardwise.errors import DataError
+from shardwise.recipe.schema import Recipe
 
 Bin = tuple[int, ...]  # numbers of the rows in one packed sequence
 
@@ -21,8 +22,8 @@ Bin = tuple[int, ...]  # numbers of the rows in one packed sequence
 class Order:
     """The bins of every step. Made by `make_order`.
 
-    `steps` optimizer steps; a step holds `global_batch_size` bins, the last one of an epoch what is left
-    (its loss is divided by its own trained tokens). No step crosses an epoch.
+    `steps` optimizer steps; a step holds `global_batch_size` bins, the last one of an epoch and of the run what
+    is left (its loss is divided by its own trained tokens). No step crosses an epoch.
     """
 
     rows: Rows
@@ -34,6 +35,7 @@ class Order:
     steps: int
     epochs: float
     _starts: tuple[int, ...] = field(repr=False)  # first step of each epoch, and the end of the last
+    _last: int = field(repr=False)  # bins that the run takes of its last epoch
 
     @property
     def steps_per_epoch(self) -> int:
@@ -51,11 +53,16 @@ class Order:
         self._check(step)
         return int(np.searchsorted(np.asarray(self._starts), step, side="right")) - 1
 
+    def passes(self, step: int) -> float:
+        """Epochs done when so many steps are done."""
+        return step / self.steps_per_epoch
+
     def step(self, step: int) -> tuple[Bin, ...]:
         """The bins of one step, over all ranks."""
         epoch = self.epoch_of(step)
         first = (step - self._starts[epoch]) * self.global_batch_size
-        return self._epoch(epoch)[first : first + self.global_batch_size]
+        last = self._last if epoch == len(self._starts) - 2 else len(self._epoch(epoch))
+        return self._epoch(epoch)[first : min(first + self.global_batch_size, last)]
 
     def micro_batches(
         self, step: int, rank: int, world_size: int, micro_batch_size: int
@@ -100,10 +107,15 @@ def make_order(
     global_batch_size: int,
     epochs: float | None = None,
     max_steps: int | None = None,
+    max_tokens: int | None = None,
     seed: int = 0,
     weights: Mapping[int, float] | tuple[float, ...] | None = None,
 ) -> Order:
-    """The order of a run of `epochs` passes (fractions allowed; rounded up to whole steps) or `max_steps`.
+    """The order of a run of `epochs` passes (fractions allowed), `max_steps` or `max_tokens`.
+
+    A part of an epoch is that share of its bins, rounded up. Tokens are counted as the model sees them, repeated
+    context and prompts included; the bin that reaches `max_tokens` is the last one, so a run takes at least
+    `max_tokens` and less than one sequence more.
 
     `weights` per source (default: the weights of `rows`): 0.5 draws half of a source in an epoch, the other
     half in the next; 2 draws it twice. Each epoch is shuffled with (seed, epoch), packed by
@@ -113,9 +125,11 @@ def make_order(
     """
     if len(rows) == 0:
         raise DataError("there is no row to train on", "every row was refused or dropped", "see the report")
-    if (epochs is None) == (max_steps is None):
+    if [epochs, max_steps, max_tokens].count(None) != 2:
         raise DataError(
-            f"epochs={epochs} and max_steps={max_steps}", "a run has exactly one length", "give one of them"
+            f"epochs={epochs}, max_steps={max_steps} and max_tokens={max_tokens}",
+            "a run has exactly one length",
+            "give one of them",
         )
     if int(rows.lengths.max()) > sequence_length:
         raise DataError(
@@ -130,28 +144,56 @@ def make_order(
     if any(w <= 0 for w in drawn):
         raise DataError(f"source weights {given}", "a weight is above 0", "leave a source out instead")
 
-    def make(steps: int, passes: float, starts: tuple[int, ...]) -> Order:
+    def make(steps: int, passes: float, starts: tuple[int, ...], last: int) -> Order:
         return Order(
-            rows, sequence_length, packing, global_batch_size, seed, tuple(given), steps, passes, starts
+            rows, sequence_length, packing, global_batch_size, seed, tuple(given), steps, passes, starts, last
         )
 
-    probe = make(1, 1.0, (0, 1))
-    same = all(w == int(w) for w in drawn)  # then every epoch has as many bins
+    probe = make(1, 1.0, (0, 1), 1)
+    same = all(w == int(w) for w in drawn)  # then every epoch has as many bins and tokens
     starts = [0]
     passes = 0.0
-    while True:
+    left = float(epochs if epochs is not None else max_steps if max_steps is not None else max_tokens or 0)
+    count = last = 0
+    while left > 1e-9:
         epoch = len(starts) - 1
-        count = probe._steps_of(0 if same else epoch)
-        left = (max_steps - starts[-1]) if max_steps is not None else None
-        share = min(1.0, epochs - epoch) if epochs is not None else min(1.0, (left or 0) / count)
-        if share <= 1e-9:
-            break
-        taken = math.ceil(share * count - 1e-9)
-        starts.append(starts[-1] + taken)
-        passes += share
-        if share < 1.0:
-            break
-    return make(starts[-1], passes, tuple(starts))
+        if not (same and epoch):
+            bins = probe._epoch(epoch)
+            count, tokens = len(bins), sum(probe._size(b) for b in bins)
+        steps = math.ceil(count / global_batch_size)
+        whole = 1 if epochs is not None else steps if max_steps is not None else tokens
+        if left >= whole:
+            last = count
+        elif epochs is not None:
+            last = max(1, math.ceil(left * count - 1e-9))
+        elif max_steps is not None:
+            last = min(count, int(left) * global_batch_size)
+        else:
+            reached = np.cumsum([probe._size(b) for b in probe._epoch(epoch)])
+            last = int(np.searchsorted(reached, left)) + 1
+        starts.append(starts[-1] + math.ceil(last / global_batch_size))
+        passes += min(1.0, left / whole)
+        left -= whole
+    return make(starts[-1], passes, tuple(starts), last)
+
+
+def run_order(rows: Rows, recipe: Recipe, sequence_length: int, global_batch_size: int) -> Order:
+    """The order of a recipe's run: what the planner counts and what the trainer goes through.
+
+    One epoch where the recipe gives no length. Raises what `make_order` raises.
+    """
+    training = recipe.training
+    one = training.max_steps is None and training.max_tokens is None and training.epochs is None
+    return make_order(
+        rows,
+        sequence_length=sequence_length,
+        packing=recipe.data.packing,
+        global_batch_size=global_batch_size,
+        epochs=1.0 if one else training.epochs,
+        max_steps=training.max_steps,
+        max_tokens=training.max_tokens,
+        seed=training.seed,
+    )
 
 
 @lru_cache(maxsize=4)

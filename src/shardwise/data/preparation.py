@@ -14,7 +14,7 @@ import numpy as np
 from shardwise.data.batches import EncoderSpec
 from shardwise.data.build import Account, Part, Progress, Tally, build_store, digest_of, find_part
 from shardwise.data.report import DataReport, FileReport, Finding
-from shardwise.data.split import duplicates, overlap, split
+from shardwise.data.split import duplicates, overlap, split, units
 from shardwise.data.store import Rows, Store
 from shardwise.data.templates import chat_template as load_template
 from shardwise.data.templates import shipped, template_text
@@ -33,6 +33,7 @@ class Prepared:
     report: DataReport
     sequence_length: int
     cache_key: str
+    held_out: int = 0  # rows (or sequences of continuous text) set aside from the training files
 
 
 def default_cache() -> Path:
@@ -109,7 +110,7 @@ def prepare(
         why,
         facts,
     )
-    return Prepared(train, validation, report, length, name)
+    return Prepared(train, validation, report, length, name, len(units(validation)) if held is None else 0)
 
 
 def _today(folder: Path, given: str | None) -> str:

@@ -53,8 +53,7 @@ def split(rows: Rows, asked: int | float | str, seed: int) -> tuple[Rows, Rows |
     as there are others, so that no held-out row is also trained on.
     """
     digests = np.asarray(store_digests(rows))
-    units = np.where(rows.groups >= 0, -1 - rows.groups, np.arange(len(rows)))
-    names, unit_of = np.unique(units, return_inverse=True)
+    names, unit_of = np.unique(_unit_of(rows), return_inverse=True)
     count, said = how_many(asked, len(names))
     if count == 0:
         return rows, None, said
@@ -66,6 +65,16 @@ def split(rows: Rows, asked: int | float | str, seed: int) -> tuple[Rows, Rows |
     ranked = np.concatenate([shuffled[~twice[shuffled]], shuffled[twice[shuffled]]])
     held = np.isin(unit_of, ranked[:count])
     return rows.select(~held), rows.select(held), said
+
+
+def _unit_of(rows: Rows) -> np.ndarray:
+    """(N,) int64: a row's own number, or one below 0 for each full sequence of continuous text."""
+    return np.where(rows.groups >= 0, -1 - rows.groups, np.arange(len(rows)))
+
+
+def units(rows: Rows | None) -> np.ndarray:
+    """The rows and full sequences that a split counts."""
+    return np.zeros(0, np.int64) if rows is None else np.unique(_unit_of(rows))
 
 
 def store_digests(rows: Rows) -> np.ndarray:

@@ -3,11 +3,11 @@
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.data import Order, Prepared, find_part, make_order, prepare
+from shardwise.data import Order, Prepared, find_part, make_order, prepare, run_order
 from shardwise.data.identity import rows_digest
 from shardwise.errors import (
     DiskFullError,
@@ -26,7 +26,7 @@ from shardwise.launch import operators
 from shardwise.launch.attempts import attempts, tell
 from shardwise.launch.local import Failure
 from shardwise.launch.space import require_space
-from shardwise.plan.model import DataFacts, Plan
+from shardwise.plan.model import DataFacts, Plan, fill_of
 from shardwise.plan.resolve import resolve
 from shardwise.recipe import Recipe, dump_recipe
 from shardwise.recipe.schema import Source
@@ -69,7 +69,15 @@ def decide(recipe: Recipe, progress: Progress | None = None) -> Job:
     if decided.data != recipe.data:
         prepared = prepare_rows(decided, folder, shape, None)
     check(decided, shape)
-    return Job(decided, plan, shape, prepared, folder)
+    return Job(decided, _counted(plan, decided, prepared), shape, prepared, folder)
+
+
+def _counted(plan: Plan, recipe: Recipe, prepared: Prepared) -> Plan:
+    """The plan with steps and fill as the decided rows have them: the very numbers that the ranks will count."""
+    facts, stack = facts_of(prepared, recipe), plan.stack
+    assert facts.steps_at is not None
+    steps = facts.steps_at(stack.sequence_length, stack.global_batch_size)
+    return replace(plan, steps=steps, fill=fill_of(facts, stack.sequence_length))
 
 
 def _with_formats(recipe: Recipe) -> Recipe:
@@ -121,13 +129,19 @@ def facts_of(prepared: Prepared, recipe: Recipe) -> DataFacts:
             for micro in found.micro_batches(step, rank, ranks, micro_batch_size)
         )
 
+    def steps_at(length: int, global_batch_size: int) -> int:
+        return run_order(prepared.train, recipe, length, global_batch_size).steps
+
     lengths = prepared.train.lengths
     return DataFacts(
         tokens=int(lengths.sum()),
         rows=len(prepared.train),
-        longest_tokens=int(lengths.max()),
+        # pieces of continuous text are short where documents are; what holds them is the sequence
+        longest_tokens=prepared.sequence_length if prepared.report.documents else int(lengths.max()),
         sequences_at=lambda length: order(length, 1).steps,
         labelled_at=labelled_at,
+        steps_at=steps_at,
+        held_out=prepared.held_out,
         name=", ".join(s.path for s in recipe.data.train),
     )
 

@@ -22,6 +22,8 @@ class DataFacts:
 
     `sequences_at(length)` is the exact number of packed sequences of that length, where the rows were read;
     `labelled_at(length, global batch, micro-batch, ranks)` most tokens with a label in one micro-batch.
+    `steps_at(length, global batch)` is the trainer's own count of the run's optimizer steps; `held_out` the number
+    of rows that were set aside, where the recipe left it open.
     """
 
     tokens: int | None = None
@@ -29,6 +31,8 @@ class DataFacts:
     longest_tokens: int | None = None
     sequences_at: Callable[[int], int] | None = None
     labelled_at: Callable[[int, int, int, int], int] | None = None
+    steps_at: Callable[[int, int], int] | None = None
+    held_out: int | None = None
     name: str = ""
 
     def sequences(self, sequence_length: int) -> int | None:
@@ -135,11 +139,24 @@ def fill_of(data: DataFacts, sequence_length: int) -> float:
 
 
 def planned_steps(
-    sequences: int | None, global_batch_size: int, epochs: float | None, max_steps: int | None
+    sequences: int | None,
+    global_batch_size: int,
+    epochs: float | None,
+    max_steps: int | None,
+    max_sequences: int | None = None,
 ) -> int | None:
-    """Optimizer steps of a run: whole batches and one last smaller one, at least one; or `max_steps`."""
+    """Optimizer steps of a run: `max_steps`, or whole batches and a last smaller one in every epoch.
+
+    `max_sequences`: a budget in tokens, in full sequences. What a run with its rows at hand counts exactly
+    (`DataFacts.steps_at`) is counted here from the number of sequences alone.
+    """
     if max_steps is not None:
         return max_steps
+    if max_sequences is not None and sequences is None:
+        return max(1, -(-max_sequences // global_batch_size))
     if sequences is None:
         return None
-    return max(1, -(-int(sequences * (epochs or 1.0) + 0.999999) // global_batch_size))
+    passes = (epochs or 1.0) if max_sequences is None else max_sequences / sequences
+    whole = int(passes + 1e-9)
+    rest = max(0, -(-int((passes - whole) * sequences + 0.999999) // global_batch_size))
+    return max(1, whole * -(-sequences // global_batch_size) + rest)

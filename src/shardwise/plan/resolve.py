@@ -85,9 +85,7 @@ def resolve(
     if data.labelled_at is not None:
         sizes = (length, stack.global_batch_size, stack.micro_batch_size, stack.world_size)
         stack = replace(stack, labelled_tokens=data.labelled_at(*sizes))
-    steps = planned_steps(
-        sequences, stack.global_batch_size, recipe.training.epochs, recipe.training.max_steps
-    )
+    steps = _steps(recipe, stack, data, made)
     filled = _fill(recipe, stack, steps, optimizer, data, made)
     plan = Plan(
         shape=shape,
@@ -213,15 +211,29 @@ def _told(recipe: Recipe, chosen: Chosen, made: _Choices) -> Stack:
     return stack
 
 
+def _steps(recipe: Recipe, stack: Stack, data: DataFacts, made: _Choices) -> int | None:
+    """Optimizer steps: the trainer's own count where the rows are known."""
+    length, batch, training = stack.sequence_length, stack.global_batch_size, recipe.training
+    if data.steps_at is not None:
+        steps: int | None = data.steps_at(length, batch)
+    else:
+        sequences = None if training.max_tokens is None else -(-training.max_tokens // length)
+        steps = planned_steps(data.sequences(length), batch, training.epochs, training.max_steps, sequences)
+    if training.max_tokens is not None:
+        why = f"training.max_tokens = {training.max_tokens:,}; the sequence that reaches it is the last one"
+        made.made.append(Choice("optimizer steps", f"{steps:,}", why))
+    return steps
+
+
 def _fill(
     recipe: Recipe, stack: Stack, steps: int | None, rate: float, data: DataFacts, made: _Choices
 ) -> Recipe:
     """The recipe with every decision written in."""
     training = recipe.training
     epochs = training.epochs
-    if epochs is None and training.max_steps is None:
+    if epochs is None and training.max_steps is None and training.max_tokens is None:
         epochs = 1.0
-        made.made.append(Choice("training.epochs", "1", "neither epochs nor max_steps is given"))
+        made.made.append(Choice("training.epochs", "1", "no epochs, max_steps or max_tokens is given"))
     evaluate = made.auto("evaluation.every_steps", recipe.evaluation.every_steps, max(1, (steps or 100) // 10),
                          "ten times in a run")  # fmt: skip
     save = made.auto("checkpoint.every_steps", recipe.checkpoint.every_steps, max(10, (steps or 500) // 5),
@@ -244,6 +256,7 @@ def _fill(
     }
     if recipe.data.validation == "auto" and data.rows is not None:
         held = 0 if data.rows < 20 else min(200, max(1, data.rows * 5 // 100))
+        held = held if data.held_out is None else data.held_out
         update["data"]["validation"] = made.auto(
             "data.validation", "auto", held, "5 % of the rows, at most 200"
         )

@@ -36,7 +36,10 @@ class Model(Section):
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"] = _help(
         "attention implementation; auto: the best one installed for the device", AUTO
     )
-    chat_template: str | None = _help("a Jinja file that replaces the model's own chat template", None)
+    chat_template: str | None = _help(
+        "replaces the model's own chat template: a Jinja file, or chatml, gemma, llama3, mistral, qwen, zephyr",
+        None,
+    )
 
 
 class Source(Section):
@@ -105,8 +108,12 @@ class Schedule(Section):
 
 
 class Training(Section):
-    epochs: PositiveFloat | None = _help("passes over the data; null when max_steps is given", None)
-    max_steps: PositiveInt | None = _help("optimizer steps; null when epochs is given", None)
+    epochs: PositiveFloat | None = _help("passes over the data; null when another length is given", None)
+    max_steps: PositiveInt | None = _help("optimizer steps; null when another length is given", None)
+    max_tokens: PositiveInt | None = _help(
+        "tokens to train on, as the model sees them; the sequence that reaches this number is the last one",
+        None,
+    )
     global_batch_size: PositiveInt | Auto = _help("sequences per optimizer step, all GPUs", AUTO)
     micro_batch_size: PositiveInt | Auto = _help("sequences one GPU puts through one forward", AUTO)
     precision: Literal["auto", "bf16", "fp32"] = _help("auto: bf16 where the device has it and it pays", AUTO)
@@ -119,9 +126,12 @@ class Training(Section):
 
     @model_validator(mode="after")
     def _one_length(self) -> "Training":
-        if self.epochs is not None and self.max_steps is not None:
+        given = [k for k in ("epochs", "max_steps", "max_tokens") if getattr(self, k) is not None]
+        if len(given) > 1:
+            both = "both" if len(given) == 2 else "all"
             raise ValueError(
-                "epochs and max_steps are both given; the run can have only one length: delete one"
+                f"{', '.join(given[:-1])} and {given[-1]} are {both} given; the run can have only one length: "
+                "delete one" + (" of them" if len(given) > 2 else "")
             )
         return self
 

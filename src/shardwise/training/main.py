@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.data import end_ids, load_tokenizer, make_order
+from shardwise.data import end_ids, load_tokenizer, run_order
 from shardwise.data.identity import rows_digest
 from shardwise.errors import Interrupted, ShardwiseError
 from shardwise.errors import OutOfMemoryError as DeviceMemoryError
@@ -78,17 +78,9 @@ def rank_main(run: RunFolder, ranks: Ranks, stop: Stop, resume: bool) -> None:
     torch.manual_seed(recipe.training.seed)
     folder = ModelFolder(Path(recipe.model.source), recipe)
     prepared = prepared_rows(folder, recipe.data)
-    size, epochs = recipe.training.global_batch_size, recipe.training.epochs
+    size = recipe.training.global_batch_size
     assert size != "auto"
-    order = make_order(
-        prepared.train,
-        sequence_length=prepared.sequence_length,
-        packing=recipe.data.packing,
-        global_batch_size=size,
-        epochs=epochs,
-        max_steps=recipe.training.max_steps,
-        seed=recipe.training.seed,
-    )
+    order = run_order(prepared.train, recipe, prepared.sequence_length, size)
     if ranks.world_size > 1:
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=30), device_id=None
