@@ -41,6 +41,13 @@ def attempts(run: RunFolder, recipe: Recipe, environment: Mapping[str, str], ste
         left -= 1
         step = newest.step if newest is not None else None
         where = f"from the checkpoint of step {step}" if step is not None else "from the beginning"
+        run.event(
+            "fault",
+            time=failure.noticed_unix_seconds,
+            rank=failure.rank,
+            reason=failure.reason,
+            silent_seconds=failure.silent_seconds,
+        )
         tell(run, f"{failure.reason}; going on {where} ({left} more tries without a new checkpoint)")
         if step is None:
             run.event("resume", step=0)

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -22,6 +22,7 @@ from shardwise.launch.memory import kernel_kills, resident_bytes
 from shardwise.launch.ports import choose_port
 from shardwise.launch.terminal import Channel, open_channel
 from shardwise.launch.watchdog import Hang, Watchdog
+from shardwise.runs.heartbeat import heartbeat_path, read_beat
 from shardwise.units import format_bytes
 
 INTERRUPTED = 75  # exit code of a rank that stopped on request with its state saved
@@ -57,6 +58,8 @@ class Failure:
     log: Path
     tail: tuple[str, ...]
     hung: bool = False  # it lived and did not move; the launcher ended it
+    noticed_unix_seconds: float = 0.0
+    silent_seconds: float | None = None  # from its last sign of life to that moment
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,8 @@ class _Rank:
     log_path: Path
     channel: Channel
     peak_resident_bytes: int = 0
-    ended_at: float | None = None
+    ended_at: float | None = None  # monotonic
+    ended_unix_seconds: float = 0.0
 
 
 @dataclass
@@ -230,7 +234,7 @@ def _wait(watch: _Watch) -> None:
             code = rank.process.poll()
             if code is None:
                 continue
-            rank.ended_at = now
+            rank.ended_at, rank.ended_unix_seconds = now, time.time()
             rank.channel.pump(0.0)
             if code not in (0, INTERRUPTED):
                 end_at = min(end_at, now + SETTLE_SECONDS)
@@ -260,7 +264,7 @@ def _outcome(watch: _Watch, kills_before: int) -> Outcome:
         rank = watch.ranks[watch.hang.stuck[0]]
         tail = tuple(_tail(rank.log_path))
         failure = Failure(rank.number, watch.hang.reason, None, None, False, rank.log_path, tail, hung=True)
-        return Outcome(1, failure, peaks, asked)
+        return Outcome(1, _when(failure, watch, time.monotonic(), time.time()), peaks, asked)
     failed = [
         r
         for r in watch.ranks
@@ -274,13 +278,25 @@ def _outcome(watch: _Watch, kills_before: int) -> Outcome:
     if not failed:
         codes = {r.process.returncode for r in watch.ranks}
         return Outcome(INTERRUPTED if INTERRUPTED in codes else 0, None, peaks, asked)
-    if all(-r.process.returncode in watch.sent for r in failed):  # before they could listen: nothing to save
-        return Outcome(INTERRUPTED, None, peaks, asked)
-    failure = _describe(min(failed, key=_guilt), kernel_kills() > kills_before, peaks)
+    # before they could listen: nothing to save; a stop is a stop whoever sent it
+    stops = (*watch.sent, signal.SIGTERM, signal.SIGINT)
+    stopped = [r for r in failed if -r.process.returncode in stops]
+    if stopped and all(r in stopped or _guilt(r)[0] for r in failed):
+        return Outcome(INTERRUPTED, None, peaks, True)
+    guilty = min(failed, key=_guilt)
+    failure = _describe(guilty, kernel_kills() > kills_before, peaks)
+    failure = _when(failure, watch, guilty.ended_at or time.monotonic(), guilty.ended_unix_seconds)
     # 2 means that nothing was started: only when every rank that spoke for itself says so
     refused = all(r.process.returncode == 2 for r in failed)
     code = 2 if refused else DISK_FULL if failure.exit_code == DISK_FULL else 1
     return Outcome(code, failure, peaks, asked)
+
+
+def _when(failure: Failure, watch: _Watch, noticed: float, unix_seconds: float) -> Failure:
+    """With the moment it was noticed, and how long the rank had been silent by then."""
+    beat = read_beat(heartbeat_path(watch.dog.logs, failure.rank))
+    silent = None if beat is None else max(0.0, noticed - beat.time_seconds)
+    return replace(failure, noticed_unix_seconds=unix_seconds, silent_seconds=silent)
 
 
 def _guilt(rank: _Rank) -> tuple[bool, bool, float, int]:

@@ -7,7 +7,7 @@ run folder keeps that resolved copy.
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 AUTO: Literal["auto"] = "auto"
 Auto = Literal["auto"]
@@ -123,6 +123,14 @@ class Training(Section):
     loss: Literal["auto", "chunked", "full"] = _help("chunked: logits of a few tokens at a time", AUTO)
     compile: bool = _help("torch.compile, one region per layer", False)
     seed: NonNegativeInt = _help("of row order, adapters and dropout", 0)
+    non_finite: Literal["stop", "skip", "rollback"] = _help(
+        "a loss or gradient that is NaN or infinite: stop; skip this update; or go back to the last checkpoint and "
+        "skip it on the way",
+        "stop",
+    )
+    non_finite_limit: PositiveInt = _help(
+        "updates that may be skipped in a run before it stops all the same", 3
+    )
 
     @model_validator(mode="after")
     def _one_length(self) -> "Training":
@@ -175,6 +183,10 @@ class Evaluation(Section):
 class Checkpoint(Section):
     every_steps: NonNegativeInt | Auto = _help("save every so many steps; 0: only at the end", AUTO)
     keep: PositiveInt = _help("how many of the latest checkpoints stay on disk; the best one always does", 2)
+    background: bool | None = _help(
+        "train on while a copy of the state in host memory is written; null: yes on GPUs, no on processors",
+        None,
+    )
     restarts: NonNegativeInt = _help(
         "how often in a row a run goes on by itself after a rank was killed or hung; a new checkpoint counts anew",
         3,
@@ -200,6 +212,9 @@ class Slurm(Section):
     constraint: str | None = _help("features the nodes must have", None)
     container: str | None = _help("image every node runs in; null: no container", None)
     container_runtime: Literal["pyxis", "apptainer"] = _help("what starts the container", "pyxis")
+    at_once: PositiveInt | None = _help(
+        "of several recipes, how many run at the same time; null: as many as the cluster has room for", None
+    )
 
 
 class Kubernetes(Section):
@@ -243,6 +258,12 @@ class Launch(Section):
     )
     setup: tuple[str, ...] = _help("shell lines every node runs first, such as module load", (), strict=False)
     python: str | None = _help("Python on the nodes; null: this one (slurm, torchrun, ray), or python", None)
+    cache: str | None = _help(
+        "absolute folder for models and prepared rows: on a disk of each node, or shared by all; null: where "
+        "HF_HOME and SHARDWISE_CACHE or the user's cache folder are on the node",
+        None,
+    )
+    preflight: bool = _help("measure the links between the ranks before every start", False)
     slurm: Slurm = _help("read with --on slurm", Slurm())
     kubernetes: Kubernetes = _help("read with --on kubernetes", Kubernetes())
     ray: Ray = _help("read with --on ray", Ray())
@@ -259,6 +280,15 @@ class Launch(Section):
                     f"item {number + 1} of launch.environment is not the name of a variable; write names "
                     "alone and set their values in the shell, so that no secret stands in a file"
                 )
+        return value
+
+    @field_validator("cache")
+    @classmethod
+    def _absolute(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith("/"):
+            raise ValueError(
+                f"'{value}' would lie in another place on every node; write a path from the root"
+            )
         return value
 
 

@@ -1,5 +1,6 @@
 """A run as one JSON object: what `show --json` prints and what the web page and report.html draw from."""
 
+from dataclasses import asdict
 from typing import Any
 
 from shardwise.report.run_view import Comparison, RunView
@@ -17,6 +18,9 @@ def run_json(view: RunView) -> dict[str, Any]:
         "evaluations": [e.model_dump(mode="json", exclude={"kind"}) for e in view.evaluations],
         "samples": [s.model_dump(mode="json") for s in view.samples],
         "checkpoints": [{"step": c.step, "path": str(c.path)} for c in view.checkpoints],
+        "effective": {**asdict(e), "share": e.share, "other_seconds": e.other_seconds}
+        if (e := view.effective)
+        else None,
         "warnings": list(view.warnings),
         "plan": view.plan,
         "files": dict(view.files),

@@ -24,6 +24,8 @@ def run_text(view: RunView, samples: int = 3) -> RenderableType:
     parts: list[RenderableType] = [_head(view), Text(), _losses(view), Text()]
     if view.memory or view.speed:
         parts += [_comparison(view), Text()]
+    if view.effective is not None:
+        parts += [Text(str(view.effective)), Text()]
     for pair in view.samples[:samples]:
         parts += [_sample(pair), Text()]
     if len(view.samples) > samples:

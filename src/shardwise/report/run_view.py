@@ -24,6 +24,7 @@ from shardwise.runs import (
     Term,
     read_course,
 )
+from shardwise.runs.effective import Effective, recorded
 
 Unit = Literal["bytes", "seconds", "tokens_per_second", "ratio"]
 
@@ -60,6 +61,7 @@ class RunView:
     samples: tuple[SamplePair, ...]
     checkpoints: tuple[CheckpointFolder, ...]
     warnings: tuple[str, ...]
+    effective: Effective | None
     recipe_text: str
     plan: dict[str, Any]
     files: tuple[tuple[str, str], ...]  # (what, path)
@@ -98,6 +100,7 @@ def view_run(run: RunFolder, points: int = 1000, so_far: Course | None = None) -
         samples=summary.samples or _pairs(seen.samples),
         checkpoints=tuple(run.checkpoints()),
         warnings=tuple(w.message for w in seen.warnings),
+        effective=recorded(summary),
         recipe_text=run.recipe_text(),
         plan=plan,
         files=_files(run),

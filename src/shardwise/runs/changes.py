@@ -23,6 +23,8 @@ LAYOUT = (
     "training.activation_checkpointing",
     "training.loss",
     "training.compile",
+    "training.non_finite",
+    "training.non_finite_limit",
     # What matters of these is what the files hold: see `data.rows` and `model.weights`.
     "model.source",
     "model.revision",

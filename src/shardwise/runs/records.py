@@ -75,17 +75,32 @@ class Sample(Event):
 
 
 class Checkpoint(Event):
+    """`seconds`: how long training waited for it; `written_seconds`: until it was whole on the disk."""
+
     kind: Literal["checkpoint"] = "checkpoint"
     step: int
     path: str | None = None
     bytes: int | None = None
     seconds: float | None = None
+    written_seconds: float | None = None
 
 
 class Warned(Event):
     kind: Literal["warning"] = "warning"
     message: str
     step: int | None = None
+
+
+class Fault(Event):
+    """A rank died or hung, and the run goes on by itself. `time`: when its launcher noticed.
+
+    `silent_seconds`: from the rank's last sign of life to then.
+    """
+
+    kind: Literal["fault"] = "fault"
+    rank: int
+    reason: str
+    silent_seconds: float | None = None
 
 
 class Resume(Event):
@@ -110,6 +125,7 @@ EVENTS: dict[str, type[Event]] = {
     "sample": Sample,
     "checkpoint": Checkpoint,
     "warning": Warned,
+    "fault": Fault,
     "resume": Resume,
     "end": End,
 }

@@ -2,8 +2,9 @@
 
 import math
 import signal
+import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -17,9 +18,11 @@ from shardwise.recipe.schedule import learning_rate
 from shardwise.recipe.schema import Recipe
 from shardwise.runs import RunFolder
 from shardwise.training.batches import pack
-from shardwise.training.checkpoint.save import Saved, save
+from shardwise.training.checkpoint.load import load
+from shardwise.training.checkpoint.saver import Saver
 from shardwise.training.checks import FirstSteps
 from shardwise.training.engines.protocol import Engine
+from shardwise.training.finite import NotFiniteError, Policy, check_gradient, check_loss
 from shardwise.training.meter import Meter, resident_bytes
 from shardwise.training.progress import Bar
 from shardwise.training.watch import EVALUATION_SECONDS, SAVE_SECONDS, Watch
@@ -54,6 +57,15 @@ class Job:
     stop: Stop
     facts: Mapping[str, Any] = field(default_factory=dict)  # what made this run; saved with every checkpoint
     watch: Watch = field(default_factory=Watch)
+    _savers: list[Saver] = field(default_factory=list)
+
+    @property
+    def saver(self) -> Saver:
+        if not self._savers:
+            asked = self.recipe.checkpoint.background
+            background = self.engine.device.type == "cuda" if asked is None else asked
+            self._savers.append(Saver(self.run, self.engine, self.recipe.checkpoint.keep, background))
+        return self._savers[0]
 
 
 @dataclass(frozen=True)
@@ -66,19 +78,19 @@ class Totals:
     loss_first: float | None
     loss_last: float | None
     evaluation: float | None = None  # held-out loss after the last step, where there are held-out rows
+    skipped_steps: tuple[int, ...] = ()  # counted from 1; no update was made in them
 
 
 def train(job: Job, start: int, bar: Bar) -> Totals:
     """Steps `start` to the end of `job.order`, with evaluations and checkpoints on the way.
 
-    Raises DivergedError when loss or gradients are not finite (before the update is made) and Interrupted when a
-    stop was asked for (after a checkpoint was saved).
+    Raises DivergedError when loss or gradients are not finite (before the update is made) and the recipe does
+    not want that step skipped, and Interrupted when a stop was asked for (after a checkpoint was saved).
     """
     recipe, engine, order, run = job.recipe, job.engine, job.order, job.run
     lead = engine.ranks.rank == 0
     peak_rate = recipe.optimizer.learning_rate
-    micro_batch_size = recipe.training.micro_batch_size
-    assert peak_rate != "auto" and micro_batch_size != "auto"
+    assert peak_rate != "auto"
     evaluate_every, save_every = recipe.evaluation.every_steps, recipe.checkpoint.every_steps
     assert evaluate_every != "auto" and save_every != "auto"
     seconds, tokens, trained_tokens = 0.0, 0, 0
@@ -87,95 +99,138 @@ def train(job: Job, start: int, bar: Bar) -> Totals:
     held_out: float | None = None
 
     first_steps = FirstSteps(engine, recipe)
-    for step in range(start, order.steps):
-        began = time.perf_counter()
-        rate = learning_rate(recipe.schedule, peak_rate, step, order.steps)
-        step_trained = order.trained_tokens(step)  # of all ranks: the order is the same everywhere
-        shares = order.micro_batches(step, engine.ranks.rank, engine.ranks.world_size, micro_batch_size)
-        job.watch.beat(step + 1, "rows")
-        batches = [pack(job.train, bins) for bins in shares]
-        losses: list[torch.Tensor] = []
-        total = torch.zeros((), dtype=torch.float32, device=engine.device)
-        with job.meter.step(max(b.tokens for b in batches)):
-            for i, batch in enumerate(batches):
-                job.meter.phase("forward")
-                job.watch.beat(step + 1, "forward")
-                loss = engine.forward(job.meter.inputs(batch.to(engine.device)))
-                losses.append(loss.detach())
-                total += losses[-1]
-                job.meter.phase("backward")
-                job.watch.beat(step + 1, "backward")
-                engine.backward(loss, 1.0 / step_trained, last=i == len(batches) - 1)
-                del loss
-            job.watch.beat(step + 1, "loss of all")
-            total, stop = _agree(engine, total, bool(job.stop.asked))
-            mean = total / step_trained
-            _check_finite(job, step, mean, "loss", losses, shares)
-            first_steps.before_update(batches)
-            job.meter.phase("step")
-            job.watch.beat(step + 1, "update")
-            norm = engine.step(rate, recipe.optimizer.max_grad_norm)
-        _check_finite(job, step, norm, "gradient norm", losses, shares)
-        elapsed = time.perf_counter() - began
-        job.watch.step_took(elapsed)
-        step_tokens = order.tokens(step)
-        seconds, tokens, trained_tokens = (
-            seconds + elapsed,
-            tokens + step_tokens,
-            trained_tokens + step_trained,
-        )
-        first = mean if first is None else first
-        if lead:
-            run.event(
-                "step",
-                step=step + 1,
-                loss=mean,
-                learning_rate=rate,
-                grad_norm=norm,
-                tokens=step_tokens,
-                trained_tokens=step_trained,
-                seconds=elapsed,
-                tokens_per_second=step_tokens / elapsed,
-                allocated_bytes=job.meter.allocated_bytes,
-                peak_allocated_bytes=job.meter.peak.bytes,
-                resident_bytes=resident_bytes(),
-                epoch=(step + 1) / order.steps_per_epoch,
-            )
-            bar.step(step + 1, mean, tokens / seconds, job.meter.peak.bytes)
-        for text in first_steps.after_update(mean):
-            if lead:
-                bar.say(f"warning: {text}")
-        done = step + 1 == order.steps
+    policy = Policy(recipe.training)
+    step = start
+    while step < order.steps:
+        stop = False
+        if step not in policy.skipped:  # else it was skipped once, and the run has gone back behind it
+            began = time.perf_counter()
+            rate = learning_rate(recipe.schedule, peak_rate, step, order.steps)
+            try:
+                mean, norm, stop = _update(job, step, rate, first_steps)
+            except NotFiniteError as problem:
+                step, stop = _left_out(job, problem, policy)
+            else:
+                elapsed = time.perf_counter() - began
+                job.watch.step_took(elapsed)
+                seconds, tokens = seconds + elapsed, tokens + order.tokens(step)
+                trained_tokens += order.trained_tokens(step)
+                first = mean if first is None else first
+                if lead:
+                    _log_step(job, step, mean, norm, rate, elapsed)
+                    bar.step(step + 1, mean, tokens / seconds, job.meter.peak.bytes)
+                for text in first_steps.after_update(mean):
+                    if lead:
+                        bar.say(f"warning: {text}")
+        step += 1
+        done = step == order.steps
         held_out = None
-        if done or (evaluate_every and (step + 1) % evaluate_every == 0):
-            held_out = log_evaluation(job, step + 1, bar)
-        if done or stop or (save_every and (step + 1) % save_every == 0):
-            checkpoint(job, step + 1, held_out)
+        if done or (evaluate_every and step % evaluate_every == 0):
+            held_out = log_evaluation(job, step, bar)
+        if done or stop or (save_every and step % save_every == 0):
+            checkpoint(job, step, held_out, wait=done or stop)
         if stop and not done:
             raise Interrupted(
-                f"stopped after step {step + 1} of {order.steps} ({job.stop.asked or 'asked on another rank'})",
+                f"stopped after step {step} of {order.steps} ({job.stop.asked or 'asked on another rank'})",
                 "a stop was asked for; the state was saved first",
                 f"continue with: shardwise train --resume {run.path}",
             )
-    return Totals(seconds, tokens, trained_tokens, first, mean, held_out)
+    skipped = tuple(sorted(s + 1 for s in policy.skipped))
+    return Totals(seconds, tokens, trained_tokens, first, mean, held_out, skipped)
 
 
-def checkpoint(job: Job, step: int, evaluation_loss: float | None) -> Saved:
-    """Save the state after `step` steps and say so. `evaluation_loss`: held-out loss at this very step."""
-    began = time.perf_counter()
+def _update(job: Job, step: int, rate: float, first_steps: FirstSteps) -> tuple[float, float, bool]:
+    """One optimizer step: (loss per trained token, gradient norm, whether a stop was asked for).
+
+    Raises NotFiniteError, on all ranks, when there was no update; and what a save in the background failed with.
+    """
+    engine, order = job.engine, job.order
+    micro_batch_size = job.recipe.training.micro_batch_size
+    assert micro_batch_size != "auto"
+    step_trained = order.trained_tokens(step)  # of all ranks: the order is the same everywhere
+    shares = order.micro_batches(step, engine.ranks.rank, engine.ranks.world_size, micro_batch_size)
+    job.watch.beat(step + 1, "rows")
+    batches = [pack(job.train, bins) for bins in shares]
+    losses: list[torch.Tensor] = []
+    total = torch.zeros((), dtype=torch.float32, device=engine.device)
+    with job.meter.step(max(b.tokens for b in batches)):
+        for i, batch in enumerate(batches):
+            job.meter.phase("forward")
+            job.watch.beat(step + 1, "forward")
+            loss = engine.forward(job.meter.inputs(batch.to(engine.device)))
+            losses.append(loss.detach())
+            total += losses[-1]
+            job.meter.phase("backward")
+            job.watch.beat(step + 1, "backward")
+            engine.backward(loss, 1.0 / step_trained, last=i == len(batches) - 1)
+            del loss
+        job.watch.beat(step + 1, "loss of all")
+        total_loss, stop = _agree(job, total)
+        mean = total_loss / step_trained
+        check_loss(mean, losses, shares, engine, order, job.train, step)
+        first_steps.before_update(batches)
+        job.meter.phase("step")
+        job.watch.beat(step + 1, "update")
+        norm = engine.step(rate, job.recipe.optimizer.max_grad_norm)
+    check_gradient(norm, batches, shares, engine, order, job.train, step, 1.0 / step_trained)
+    return mean, norm, stop
+
+
+def _left_out(job: Job, problem: NotFiniteError, policy: Policy) -> tuple[int, bool]:
+    """After a step without an update: (the last step that counts as done, whether a stop was asked for).
+
+    Raises the problem when the recipe wants that, or does not want any more of them.
+    """
+    engine, step = job.engine, problem.step
+    engine.discard()
+    job.saver.collect()  # it is from before, and good
+    kind = policy.decide(problem)
+    _, stop = _agree(job, torch.zeros((), device=engine.device))
+    told = f"{problem.what}: its update is left out ({len(policy.skipped)} of at most "
+    told += f"{job.recipe.training.non_finite_limit})"
+    back = None
+    if kind == "rollback":
+        kept = job.run.checkpoints()
+        if not kept:
+            raise DivergedError(problem.what, "there is no checkpoint yet to go back to", problem.hint)
+        back = kept[-1].step
+        load(kept[-1].path, engine)
+        told += f"; back to the checkpoint of step {back}"
+    if engine.ranks.rank == 0:
+        job.run.event("warning", message=told, step=step + 1, skipped=True)
+        print(f"warning: {told}", file=sys.stderr, flush=True)
+        if back is not None:
+            job.run.event("resume", step=back, path=str(job.run.checkpoint_path(back)))
+    return (step if back is None else back - 1), stop
+
+
+def _log_step(job: Job, step: int, mean: float, norm: float, rate: float, elapsed: float) -> None:
+    tokens = job.order.tokens(step)
+    job.run.event(
+        "step",
+        step=step + 1,
+        loss=mean,
+        learning_rate=rate,
+        grad_norm=norm,
+        tokens=tokens,
+        trained_tokens=job.order.trained_tokens(step),
+        seconds=elapsed,
+        tokens_per_second=tokens / elapsed,
+        allocated_bytes=job.meter.allocated_bytes,
+        peak_allocated_bytes=job.meter.peak.bytes,
+        resident_bytes=resident_bytes(),
+        epoch=(step + 1) / job.order.steps_per_epoch,
+    )
+
+
+def checkpoint(job: Job, step: int, evaluation_loss: float | None, wait: bool = True) -> None:
+    """Save the state after `step` steps. `evaluation_loss`: held-out loss at this very step.
+
+    `wait`: until it is published; else it may go on in the background.
+    """
     job.watch.beat(step, "saving", SAVE_SECONDS)
     facts = {**job.facts, "evaluation_loss": evaluation_loss, "layout": job.engine.facts()}
-    saved = save(job.run, job.engine, step, facts, keep=job.recipe.checkpoint.keep)
-    if job.engine.ranks.rank == 0:
-        job.run.event(
-            "checkpoint",
-            step=step,
-            path=str(saved.path),
-            bytes=saved.bytes,
-            seconds=time.perf_counter() - began,
-            removed=list(saved.removed),
-        )
-    return saved
+    job.saver.save(step, facts, wait)
 
 
 def evaluate(job: Job) -> tuple[float, int] | None:
@@ -196,9 +251,9 @@ def evaluate(job: Job) -> tuple[float, int] | None:
             total += engine.forward(batch.to(engine.device)).double().cpu()
     engine.module.train()
     if world > 1:
-        shared = total.to(torch.float32).to(engine.device)
+        shared = total.to(engine.device)
         dist.all_reduce(shared)
-        total = shared.double().cpu()
+        total = shared.cpu()
     count = int(rows.trained.sum())
     return float(total) / count, count
 
@@ -232,42 +287,19 @@ def _in_order(rows: Rows, tokens: int) -> Iterable[tuple[int, ...]]:
         yield tuple(bin_)
 
 
-def _agree(engine: Engine, total: torch.Tensor, stop: bool) -> tuple[float, bool]:
-    """Summed loss of all ranks, and whether any of them was asked to stop: one collective for both."""
-    if engine.ranks.world_size == 1:
-        return float(total), stop
-    both = torch.stack([total, torch.tensor(float(stop), device=total.device)])
-    dist.all_reduce(both)
-    return float(both[0]), bool(both[1] > 0)
+def _agree(job: Job, total: torch.Tensor) -> tuple[float, bool]:
+    """Summed loss of all ranks, and whether any of them was asked to stop: one collective for both.
 
-
-def _check_finite(
-    job: Job,
-    step: int,
-    value: float,
-    what: str,
-    losses: Sequence[torch.Tensor],
-    shares: Sequence[Sequence[Sequence[int]]],
-) -> None:
-    """Raise DivergedError naming ranks and rows. `value` is the same on all ranks, so all come here together."""
-    if math.isfinite(value):
-        return
-    bad = [i for i, loss in enumerate(losses) if not math.isfinite(float(loss))]
-    mine = [row for i in bad for bin_ in shares[i] for row in bin_]
-    found: list[Any] = [mine]
-    if job.engine.ranks.world_size > 1:
-        found = [None] * job.engine.ranks.world_size
-        dist.all_gather_object(found, mine)
-    told = [f"rank {rank}, rows {_places(job, rows)}" for rank, rows in enumerate(found) if rows]
-    if not told:  # the losses are finite, their gradients are not
-        told = [f"all ranks, rows {_places(job, [i for bin_ in job.order.step(step) for i in bin_])}"]
-    raise DivergedError(
-        f"step {step + 1}: {what} is {value} ({'; '.join(told)})",
-        "no update was made and nothing was saved: the last checkpoint is from before",
-        "look at these rows, lower optimizer.learning_rate, or take a smaller optimizer.max_grad_norm",
-    )
-
-
-def _places(job: Job, rows: Sequence[int]) -> str:
-    named = [":".join(map(str, job.train.source(i))) for i in rows[:4]]
-    return ", ".join(named) + (f" and {len(rows) - 4} more" if len(rows) > 4 else "")
+    It also tells when every rank has written its part of a save in the background, which is published then.
+    """
+    world, stop, ended = job.engine.ranks.world_size, bool(job.stop.asked), job.saver.ended
+    summed = float(total)
+    if world > 1:
+        flags = torch.tensor([float(stop), float(ended)], device=total.device)
+        shared = torch.cat([total.reshape(1), flags])
+        dist.all_reduce(shared)
+        summed, stop, ended = float(shared[0]), bool(shared[1] > 0), int(shared[2]) == world
+    if ended:
+        job.watch.beat(0, "saving", SAVE_SECONDS)
+        job.saver.collect()
+    return summed, stop

@@ -28,7 +28,7 @@ from shardwise.training import samples
 from shardwise.training.build import build_engine
 from shardwise.training.checkpoint.load import load
 from shardwise.training.engines.protocol import Engine, Ranks
-from shardwise.training.export.write import export
+from shardwise.training.export.write import export, rehearse
 from shardwise.training.loop import Job, Stop, log_evaluation, train
 from shardwise.training.meter import Meter, peak_resident_bytes
 from shardwise.training.model import ModelFolder
@@ -99,6 +99,7 @@ def rank_main(run: RunFolder, ranks: Ranks, stop: Stop, resume: bool) -> None:
         installed_versions(),
     )
     job = Job(run, recipe, engine, prepared.train, prepared.validation, order, meter, stop, made_by, watch)
+    rehearse(run, engine, folder)
     start = _resume(run, engine, made_by) if resume else 0
     lead = ranks.rank == 0
     bar = Bar(order.steps, start, shown=lead)
@@ -160,6 +161,7 @@ def rank_main(run: RunFolder, ranks: Ranks, stop: Stop, resume: bool) -> None:
             "device": _device_name(device),
             "paths": {"result": str(target), "checkpoints": str(run.checkpoints_path)},
             "engine": engine.facts(),
+            "skipped_steps": list(totals.skipped_steps),
             "effective": {**asdict(spent), "share": spent.share, "other_seconds": spent.other_seconds},
         }
     )

@@ -181,11 +181,17 @@ def index_of(shares: Sequence[tuple[str, Mapping[str, Any]]], flat: Mapping[str,
         for key, value in flat.items()
         if isinstance(value, torch.Tensor)
     }
+    values = {key: value for key, value in flat.items() if not isinstance(value, torch.Tensor)}
+    index = {"format": 1, "tensors": tensors, "values": values}
+    add_pieces(index, shares)
+    return index
+
+
+def add_pieces(index: Mapping[str, Any], shares: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+    """Say in an index which file holds which box, as in `index_of`."""
     for file, boxes in shares:
         for key, box in boxes.items():
-            tensors[key]["pieces"].append({"file": file, **box})
-    values = {key: value for key, value in flat.items() if not isinstance(value, torch.Tensor)}
-    return {"format": 1, "tensors": tensors, "values": values}
+            index["tensors"][key]["pieces"].append({"file": file, **box})
 
 
 def _plain(key: str) -> str:
@@ -194,4 +200,4 @@ def _plain(key: str) -> str:
     return f"{entry[0]} of {name}" if entry else name
 
 
-__all__ = ["Box", "Reader", "box_of", "flatten", "index_of", "share", "unflatten"]
+__all__ = ["Box", "Reader", "add_pieces", "box_of", "flatten", "index_of", "share", "unflatten"]

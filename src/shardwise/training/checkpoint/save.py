@@ -7,12 +7,14 @@ checks its content. Here the format holds no code, and each file's SHA-256 is kn
 
 import errno
 import json
+import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
@@ -21,7 +23,7 @@ from safetensors.torch import save_file
 from shardwise.errors import CheckpointError, DiskFullError, DivergedError
 from shardwise.runs import RunFolder
 from shardwise.runs.checkpoints import INDEX, STATE, WRITING, flush, prune, publish, sha256
-from shardwise.training.checkpoint.pieces import flatten, index_of, share
+from shardwise.training.checkpoint.pieces import add_pieces, flatten, index_of, share
 from shardwise.training.engines.protocol import Engine
 from shardwise.units import format_bytes
 
@@ -30,8 +32,9 @@ RANDOM = "random|"  # keys of random states in a rank's file
 
 @dataclass(frozen=True)
 class Saved:
-    """A published checkpoint, its size on disk over all ranks, and the steps whose checkpoints made room."""
+    """A published checkpoint of `step`, its size on disk over all ranks, and the steps that made room."""
 
+    step: int
     path: Path
     bytes: int
     removed: tuple[int, ...]
@@ -48,6 +51,24 @@ class _Note:
     digest: str = ""
     boxes: Any = None
     removed: tuple[int, ...] = ()
+    room: bool = True  # host memory for a copy
+
+
+@dataclass(frozen=True)
+class Taken:
+    """One rank's part of a state, on its way to `work`. `copied`: training may go on while it is written."""
+
+    step: int
+    final: Path
+    work: Path
+    keep: int
+    bytes: int  # of this rank
+    total_bytes: int
+    tensors: Mapping[str, torch.Tensor]
+    boxes: Mapping[str, Any]
+    index: dict[str, Any]
+    state: Mapping[str, Any]
+    copied: bool
 
 
 def save(run: RunFolder, engine: Engine, step: int, facts: Mapping[str, Any], keep: int) -> Saved:
@@ -56,35 +77,75 @@ def save(run: RunFolder, engine: Engine, step: int, facts: Mapping[str, Any], ke
     Raises DiskFullError or CheckpointError when it cannot be written, and DivergedError when the state holds
     NaN or infinity, on all ranks alike; older checkpoints are untouched then.
     """
+    taken = take(run, engine, step, facts, keep)
+    return finish(run, engine, taken, write(engine, taken))
+
+
+def take(
+    run: RunFolder, engine: Engine, step: int, facts: Mapping[str, Any], keep: int, copy: bool = False
+) -> Taken:
+    """The first part (collective): look at the state and the disk, and make the folder. Raises as `save`.
+
+    `copy`: into host memory, so that the state may change meanwhile; left out, on all ranks alike, where one of
+    them has no room for it.
+    """
     final = run.checkpoint_path(step)
     work = final.with_name(final.name + WRITING)
     rank, world = engine.ranks.rank, engine.ranks.world_size
-    lead = rank == 0
     flat = flatten(engine.state())
     mine = share(flat, rank, world)
     tensors = {key: local for key, (_, local) in mine.items()}
     size = sum(t.numel() * t.element_size() for t in tensors.values())
     bad = next((k for k, t in tensors.items() if t.is_floating_point() and not _finite(t)), "")
-    notes = _exchange(engine, _Note(bytes=size, problem=bad, non_finite=bool(bad)))
+    room = copy and _room(size)
+    notes = _exchange(engine, _Note(bytes=size, problem=bad, non_finite=bool(bad), room=room))
     _raise(notes, final, step)
     total = sum(n.bytes for n in notes)
-
-    _raise(_exchange(engine, _prepare(work, total) if lead else _Note()), final, step)
-    file = f"rank-{rank}.safetensors"
-    note = _write(work / file, {**tensors, **_random_states()})
+    _raise(_exchange(engine, _prepare(work, total) if rank == 0 else _Note()), final, step)
+    copied = all(n.room for n in notes)
+    if copied:
+        tensors = {key: t.detach().to("cpu", copy=True) for key, t in tensors.items()}
     boxes = {k: {"offset": list(b.offset), "shape": list(b.shape)} for k, (b, _) in mine.items()}
-    notes = _exchange(engine, _Note(**{**note.__dict__, "boxes": boxes}))
-    if lead and any(n.problem for n in notes):
-        shutil.rmtree(work, ignore_errors=True)
-    _raise(notes, final, step)
+    return Taken(
+        step,
+        final,
+        work,
+        keep,
+        size,
+        total,
+        {**tensors, **_random_states()},
+        boxes,
+        index_of((), flat),
+        {"step": step, "world_size": world, **facts},
+        copied,
+    )
 
+
+def write(engine: Engine, taken: Taken) -> _Note:
+    """The second part: this rank's own file. Needs no other rank and raises nothing: safe in a thread."""
+    return _write(taken.work / f"rank-{engine.ranks.rank}.safetensors", taken.tensors)
+
+
+def finish(run: RunFolder, engine: Engine, taken: Taken, note: _Note) -> Saved:
+    """The last part (collective): when every rank has written its file, publish them. Raises as `save`."""
+    lead = engine.ranks.rank == 0
+    notes = _exchange(engine, replace(note, boxes=taken.boxes))
+    if lead and any(n.problem for n in notes):
+        shutil.rmtree(taken.work, ignore_errors=True)
+    _raise(notes, taken.final, taken.step)
     if lead:
-        index = index_of([(f"rank-{r}.safetensors", n.boxes) for r, n in enumerate(notes)], flat)
-        digests = {f"rank-{r}.safetensors": n.digest for r, n in enumerate(notes)}
-        note = _publish(run, work, final, index, {"step": step, "world_size": world, **facts}, digests, keep)
+        files = [(f"rank-{r}.safetensors", n) for r, n in enumerate(notes)]
+        add_pieces(taken.index, [(file, n.boxes) for file, n in files])
+        note = _publish(run, taken, {file: n.digest for file, n in files})
     notes = _exchange(engine, note if lead else _Note())
-    _raise(notes, final, step)
-    return Saved(final, total, notes[0].removed)
+    _raise(notes, taken.final, taken.step)
+    return Saved(taken.step, taken.final, taken.total_bytes, notes[0].removed)
+
+
+def _room(size: int) -> bool:
+    """Whether this machine has memory for a copy of what its ranks hold; half of what is free stays free."""
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return 2 * size * ranks_here < psutil.virtual_memory().available
 
 
 def _prepare(work: Path, needed_bytes: int) -> _Note:
@@ -112,24 +173,16 @@ def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> _Note:
         return _note_of(problem)
 
 
-def _publish(
-    run: RunFolder,
-    work: Path,
-    final: Path,
-    index: Mapping[str, Any],
-    state: Mapping[str, Any],
-    digests: Mapping[str, str],
-    keep: int,
-) -> _Note:
+def _publish(run: RunFolder, taken: Taken, digests: Mapping[str, str]) -> _Note:
     try:
-        (work / INDEX).write_text(json.dumps(index))
-        (work / STATE).write_text(json.dumps(state, indent=1))
-        publish(work, final, digests)
+        (taken.work / INDEX).write_text(json.dumps(taken.index))
+        (taken.work / STATE).write_text(json.dumps(taken.state, indent=1))
+        publish(taken.work, taken.final, digests)
     except OSError as problem:
-        shutil.rmtree(work, ignore_errors=True)
+        shutil.rmtree(taken.work, ignore_errors=True)
         return _note_of(problem)
     try:
-        return _Note(removed=tuple(prune(run, keep)))
+        return _Note(removed=tuple(prune(run, taken.keep)))
     except OSError as problem:
         return _note_of(problem)
 

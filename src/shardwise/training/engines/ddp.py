@@ -105,6 +105,9 @@ class DdpEngine:
     def step(self, learning_rate: float, max_grad_norm: float | None) -> float:
         return self.updater.step(learning_rate, max_grad_norm)
 
+    def discard(self) -> None:
+        self.updater.zero()
+
     def trained_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, master in zip(self.updater.names, self.updater.masters, strict=True):
             yield name, master.detach().cpu() if self.ranks.rank == 0 else master.new_empty(0)

@@ -84,6 +84,24 @@ class DeepSpeedEngine:
         norm = self.engine.get_global_grad_norm()
         return float(norm) if norm is not None else float("nan")
 
+    def discard(self) -> None:
+        """DeepSpeed clears every buffer of its gradients in one place: where it has found an overflow."""
+        zero = self.zero
+
+        def found(*_: Any, **__: Any) -> bool:
+            zero.overflow = True
+            return True
+
+        look = "_overflow_check_and_loss_scale_update" if self.section.zero_stage == 3 else "check_overflow"
+        setattr(zero, look, found)
+        checks, zero.check_grad_overflow = getattr(zero, "check_grad_overflow", None), True
+        try:
+            self.engine.set_gradient_accumulation_boundary(True)
+            self.engine.step()
+        finally:
+            delattr(zero, look)
+            zero.check_grad_overflow = checks
+
     def trained_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, param in self.named:
             whole = self._get(param, None)

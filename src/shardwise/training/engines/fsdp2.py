@@ -16,6 +16,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from shardwise.recipe.schema import Recipe
 from shardwise.training.batches import MicroBatch
@@ -24,6 +25,7 @@ from shardwise.training.hollow import in_fp32, materialise
 from shardwise.training.layers import decoder_layers
 from shardwise.training.model import DTYPES, LossModel
 from shardwise.training.optimizers import Updater
+from shardwise.training.shards import Shards
 
 
 class Fsdp2Engine:
@@ -77,7 +79,10 @@ class Fsdp2Engine:
             recipe.optimizer,
             recipe.optimizer.learning_rate,
             accumulate=False,
-            over_ranks=self._sum_over_shards,
+            shards=Shards(
+                self.shard_mesh.get_group(), device, {name: tuple(p.shape) for name, p in self.named}
+            ),
+            compute_dtype=self.compute_dtype,
         )
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
@@ -100,17 +105,17 @@ class Fsdp2Engine:
     def _groups(self) -> list[FSDPModule]:
         return [m for m in self.module.modules() if isinstance(m, FSDPModule)]
 
-    def _sum_over_shards(self, total: torch.Tensor) -> torch.Tensor:
-        total = total.to(self.device)
-        dist.all_reduce(total, group=self.shard_mesh.get_group())
-        return total
-
     def step(self, learning_rate: float, max_grad_norm: float | None) -> float:
         for (_, param), shard in zip(self.named, self.shards, strict=True):
             grad = param.grad
             shard.grad = None if grad is None else _local(grad)
             param.grad = None
         return self.updater.step(learning_rate, max_grad_norm)
+
+    def discard(self) -> None:
+        for _, param in self.named:
+            param.grad = None
+        self.updater.zero()
 
     @torch.no_grad()
     def trained_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -123,7 +128,7 @@ class Fsdp2Engine:
         weights = {name: param.detach() for name, param in self.named}
         states = self.updater.optimizer_state()
         optimizer = {
-            name: {key: _like(value, param) for key, value in states[name].items()}
+            name: {key: _like(key, value, param) for key, value in states[name].items()}
             for name, param in self.named
         }
         return {"weights": weights, "optimizer": optimizer}
@@ -227,11 +232,17 @@ def _whole(param: torch.Tensor, device: torch.device) -> torch.Tensor:
     return whole
 
 
-def _like(value: Any, param: torch.Tensor) -> Any:
-    """An optimizer state of a shard as a DTensor split like its parameter; step counters pass through."""
+def _like(key: str, value: Any, param: torch.Tensor) -> Any:
+    """An optimizer state of a shard as a DTensor whose rows are split like its parameter's.
+
+    Step counters, and what a rule averages over a matrix's rows, are the same on every rank and pass through.
+    """
     if not isinstance(value, torch.Tensor) or not isinstance(param, DTensor) or value.dim() == 0:
         return value
+    if key == "col_var" and value.dim() == 2:
+        return value
     assert all(not isinstance(p, Shard) or p.dim == 0 for p in param.placements)
-    return DTensor.from_local(
-        value, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
+    shape = torch.Size((param.shape[0], *value.shape[1:]))
+    whole = TensorMeta(shape, torch.empty(shape, device="meta").stride(), value.dtype)
+    # DTensor.from_local would move states that lie in host memory to the mesh's device.
+    return DTensor(value, DTensorSpec(param.device_mesh, param.placements, whole), requires_grad=False)

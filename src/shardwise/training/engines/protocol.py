@@ -49,6 +49,10 @@ class Engine(Protocol):
         """
         ...
 
+    def discard(self) -> None:
+        """Forget the gradients of this step: its update is not made. Collective."""
+        ...
+
     def trained_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name in transformers' or PEFT's model, whole fp32 or compute-dtype CPU tensor) of trained weights.
 

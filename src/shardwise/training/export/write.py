@@ -11,12 +11,22 @@ from safetensors.torch import save_file
 
 from shardwise.errors import RunError
 from shardwise.runs import RunFolder
-from shardwise.training.engines.protocol import Engine
+from shardwise.training.engines.protocol import Engine, trained
 from shardwise.training.export.origin import write_origin
 from shardwise.training.model import ModelFolder
 
 # Files beside the weights that make a folder usable by itself.
-TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "*.jinja", "*.model")
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.jinja",
+    "chat_template.json",
+    "*.model",
+    "generation_config.json",  # where an answer ends: not in config.json
+)
 
 
 def export(run: RunFolder, engine: Engine, folder: ModelFolder) -> Path | None:
@@ -41,6 +51,45 @@ def export(run: RunFolder, engine: Engine, folder: ModelFolder) -> Path | None:
         shutil.rmtree(target)
     work.rename(target)
     return target
+
+
+def rehearse(run: RunFolder, engine: Engine, folder: ModelFolder) -> None:
+    """Before the first step, everything of the last save but its bytes: names, shapes, config, tokenizer files.
+
+    What would fail after hours fails now. Raises RunError; nothing is left behind.
+    """
+    model = engine.module.model
+    whole = {name: tuple(p.shape) for name, p in folder.empty().named_parameters()}
+    if not isinstance(model, PeftModel):
+        wrong = {n: p.shape for n, p in trained(model) if whole.get(n) != tuple(p.shape)}
+        missing = sorted(whole.keys() - {n for n, _ in trained(model)} - wrong.keys())
+        if wrong or missing:
+            raise RunError(
+                f"the trained weights are not those of a saved model: {len(wrong) + len(missing)} names differ",
+                f"first: {next(iter([*wrong, *missing]))}",
+                "please report this with the model's config.json",
+            )
+    if engine.ranks.rank != 0:
+        return
+    work = run.path / ".rehearsal"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    try:
+        if isinstance(model, PeftModel):
+            model.peft_config["default"].save_pretrained(work)
+        else:
+            empty = folder.empty()
+            name = next(iter(whole))
+            empty.save_pretrained(work, state_dict={name: torch.zeros(1)})
+        copy_tokenizer(folder.path, work)
+    except (OSError, ValueError) as problem:
+        raise RunError(
+            "the result of this run could not be saved at its end",
+            str(problem).splitlines()[0] if str(problem) else type(problem).__name__,
+            f"look at the configuration files in {folder.path}",
+        ) from None
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
