@@ -9,6 +9,7 @@ import click
 
 if TYPE_CHECKING:
     from shardwise.launch.submission import Submission
+    from shardwise.launch.targets.parts import Seen
     from shardwise.recipe import Recipe
 
 PLACES = ("local", "torchrun", "slurm", "kubernetes", "ray", "skypilot")
@@ -19,27 +20,34 @@ FOLDER = click.option(
 
 
 @click.command()
-@click.argument("recipe_path", metavar="RECIPE.yaml", type=click.Path(path_type=Path))
+@click.argument(
+    "recipe_paths", metavar="RECIPE.yaml...", nargs=-1, required=True, type=click.Path(path_type=Path)
+)
 @click.option(
     "--on", "place", required=True, type=click.Choice(PLACES), help="What starts the ranks on the nodes."
 )
 @click.option("--nodes", type=click.IntRange(min=1), help="Machines (launch.nodes).")
 @click.option("--gpus", help="GPUs of one node, such as 8xH100-80GB (launch.gpus).")
 @click.option("--name", help="Name of the run (run.name).")
+@click.option("--preflight", is_flag=True, help="Measure the links between ranks first (launch.preflight).")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Change one key of the recipe.")
 @click.option("--dry-run", is_flag=True, help="Print the script or manifest; write and start nothing.")
 @click.option("--no-follow", is_flag=True, help="Return once the scheduler has it.")
 def launch(
-    recipe_path: Path,
+    recipe_paths: tuple[Path, ...],
     place: str,
     nodes: int | None,
     gpus: str | None,
     name: str | None,
+    preflight: bool,
     settings: tuple[str, ...],
     dry_run: bool,
     no_follow: bool,
 ) -> None:
-    """Run RECIPE.yaml on several machines: write what their scheduler runs, submit it, follow it."""
+    """Run RECIPE.yaml on several machines: write what their scheduler runs, submit it, follow it.
+
+    Several recipes are one job array, with --on slurm.
+    """
     from shardwise.launch import submission
     from shardwise.recipe import load_recipe
 
@@ -47,8 +55,12 @@ def launch(
         *settings,
         *([f"launch.nodes={nodes}"] if nodes else []),
         *([f"launch.gpus={gpus}"] if gpus else []),
+        *(["launch.preflight=true"] if preflight else []),
     ]
-    recipe = load_recipe(recipe_path, more)
+    if len(recipe_paths) > 1:
+        recipes = [load_recipe(path, more) for path in recipe_paths]
+        sys.exit(_array(recipes, [path.stem for path in recipe_paths], place, name, dry_run, no_follow))
+    recipe = load_recipe(recipe_paths[0], more)
     if place == "local":
         _local(recipe, name, dry_run)
         return
@@ -69,6 +81,38 @@ def launch(
     click.echo(f"{name}: job {found.job_id} on {place}, files in {found.folder}", err=True)
     if not no_follow:
         sys.exit(_follow(found))
+
+
+def _array(
+    recipes: "list[Recipe]", stems: list[str], place: str, name: str | None, dry_run: bool, no_follow: bool
+) -> int:
+    """Several recipes as tasks of one Slurm job. Returns the first exit code that is not 0, in their order."""
+    from shardwise.launch import submission
+    from shardwise.launch.targets import slurm
+
+    if place != "slurm":
+        raise click.UsageError(f"several recipes are a job array, which --on {place} does not have")
+    name = name or submission.default_name(recipes[0])
+    names = [f"{name}-{stem}" for stem in stems]
+    if len(set(names)) < len(names):
+        names = [f"{name}-{number}" for number in range(len(stems))]
+    decided = [_decide(recipe) for recipe in recipes]
+    runs = [submission.prepare(r, n, d) for r, n, (d, _) in zip(recipes, names, decided, strict=True)]
+    if dry_run:
+        click.echo(slurm.render_array(name, runs, runs[0].folder.parent / name), nl=False)
+        for run in runs:
+            click.echo(f"\n# --- {run.folder / slurm.SCRIPT}\n{slurm.render(run)}", nl=False)
+        return 0
+    found = submission.submit_array(name, runs, [plan for _, plan in decided])
+    for one in found:
+        click.echo(f"{one.name}: job {one.job_id} on slurm, files in {one.folder}", err=True)
+    if no_follow:
+        return 0
+    codes = []
+    for one in found:
+        click.echo(f"{one.name}:", err=True)
+        codes.append(_follow(one))
+    return next((code for code in codes if code), 0)
 
 
 def _local(recipe: "Recipe", name: str | None, dry_run: bool) -> None:
@@ -109,7 +153,7 @@ def _follow(found: "Submission") -> int:
     """Print state and progress until the run has ended. Ctrl-C leaves the run alone."""
     from shardwise.launch import submission
 
-    said, printed, seen = "", 0, None
+    said, printed = "", 0
     try:
         while True:
             seen = submission.look(found)
@@ -118,7 +162,7 @@ def _follow(found: "Submission") -> int:
                 click.echo(f"{time.strftime('%H:%M:%S')} {said}", err=True)
             printed = _print_steps(found, printed)
             if seen.state == "ended":
-                return _ended(found)
+                return _ended(found, seen)
             time.sleep(POLL_SECONDS)
     except KeyboardInterrupt:
         click.echo(
@@ -142,27 +186,23 @@ def _print_steps(found: "Submission", offset: int) -> int:
     return offset
 
 
-def _ended(found: "Submission") -> int:
+def _ended(found: "Submission", seen: "Seen") -> int:
     """Tell how it ended, with the log of the rank that failed first. Returns the exit code."""
     from shardwise.launch import submission
 
+    code, reason = submission.outcome(found, seen)
+    word = {0: "done", 2: "refused", 75: "stopped, with its state saved"}.get(code, "failed")
+    click.echo(f"{found.name} is {word}" + (f": {reason}" if reason else ""), err=True)
     run = found.run
-    if run is not None:
-        status = run.read_status()
-        click.echo(
-            f"{found.name} is {status.state}" + (f": {status.reason}" if status.reason else ""), err=True
-        )
-        if status.state == "done":
+    if code == 0:
+        if run is not None:
             click.echo(f"result: {run.result_path}; see: shardwise show {run.path}", err=True)
-            return 0
-        code = status.exit_code or 1
-        first = next((w for w in status.reason.split() if w.isdigit()), "0")
-        path = run.logs_path / f"rank-{first}.log"
-        if code == 75 or not path.is_file():
-            return code
-    else:
-        click.echo(f"{found.name} has ended and left no run folder at {found.run_path}", err=True)
-        code = 1
+        return 0
+    if code == 75:
+        return code
+    first = next((w for w in reason.split() if w.isdigit()), "0")
+    path = run.logs_path / f"rank-{first}.log" if run else Path()
+    if not path.is_file():
         path = next(iter(submission.logs(found)), Path())
     if path.is_file():
         click.echo(f"--- {path}", err=True)

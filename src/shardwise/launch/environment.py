@@ -23,6 +23,9 @@ def variables(recipe: Recipe) -> tuple[Variable, ...]:
     """What every node of a launched run gets beside the variables that a person hands on."""
     launch = recipe.launch
     found: list[Variable] = []
+    if launch.cache is not None:
+        found.append(Variable("HF_HOME", f"{launch.cache}/huggingface", "launch.cache: models"))
+        found.append(Variable("SHARDWISE_CACHE", f"{launch.cache}/shardwise", "launch.cache: prepared rows"))
     if launch.interface is not None:
         why = "the interface between the nodes, not the first that answers"
         name = "GLOO_SOCKET_IFNAME" if launch.gpus is None else "NCCL_SOCKET_IFNAME"

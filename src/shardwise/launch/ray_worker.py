@@ -2,13 +2,15 @@
 
 import os
 import socket
+from pathlib import Path
 from typing import Any
 
 import ray.train
-from ray.train.collective import broadcast_from_rank_zero
+from ray.train.collective import barrier, broadcast_from_rank_zero
 
 from shardwise.errors import Interrupted, RunError
 from shardwise.launch.rank import run_rank
+from shardwise.launch.wrapper import begin
 from shardwise.runs import RunFolder
 
 
@@ -21,6 +23,10 @@ def rank(config: dict[str, Any]) -> None:
     os.chdir(config["directory"])  # relative paths of the recipe start where it was launched
     context = ray.train.get_context()
     number = context.get_world_rank()
+    if context.get_local_rank() == 0 and ray.util.get_node_ip_address() != config["ready"]:
+        name = Path(config["run"]).name  # the driver has made its own node ready: model, rows, operators
+        begin(Path(config["recipe"]), name, owner=f"ray-{name}", attempt="", lead=False)
+    barrier()
     address, port = broadcast_from_rank_zero(_rendezvous() if number == 0 else None)
     code = run_rank(
         RunFolder(config["run"]),

@@ -5,11 +5,13 @@ launches/NAME/
   plan.json     its plan, when it was decided here
   job.sbatch, job.yaml, task.yaml, driver.py or node.sh
   job.json      target, the scheduler's id, where the run folder is
+  outcome.json  exit code and reason, written by the first node where it can write here
 """
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
@@ -19,7 +21,8 @@ from shardwise.errors import UsageError, unknown_name
 from shardwise.launch.cluster import ranks_per_node
 from shardwise.launch.local import TAIL_LINES
 from shardwise.launch.rank import stop_path
-from shardwise.launch.targets.parts import PLAN, RECIPE, Launched, Seen, Target
+from shardwise.launch.targets import slurm
+from shardwise.launch.targets.parts import OUTCOME, PLAN, RECIPE, Launched, Seen, Target
 from shardwise.recipe import Recipe, dump_recipe
 from shardwise.runs import RunFolder, is_run
 from shardwise.runs.jsonfile import read_json, write_json, write_text
@@ -102,32 +105,71 @@ def submit(run: Launched, name: str, plan_json: Mapping[str, Any] | None) -> Sub
     """
     module = target(name)
     text = module.render(run)
+    with _undone_on_error() as made:
+        _write(run, plan_json, made)
+        write_text(run.folder / module.SCRIPT, text)
+        job_id = module.submit(run.folder / module.SCRIPT, run)
+    return _keep(run, name, job_id)
+
+
+def submit_array(
+    name: str, runs: Sequence[Launched], plans: Sequence[Mapping[str, Any] | None]
+) -> list[Submission]:
+    """Several runs as one Slurm job array called `name`, each with a launch folder of its own.
+
+    Raises UsageError when a name is taken, and what Slurm says; nothing is left then.
+    """
+    folder = runs[0].folder.parent / name
+    texts = [slurm.render(run) for run in runs]
+    text = slurm.render_array(name, runs, folder)
+    with _undone_on_error() as made:
+        for run, plan_json, one in zip(runs, plans, texts, strict=True):
+            _write(run, plan_json, made)
+            write_text(run.folder / slurm.SCRIPT, one)
+        _make(name, folder, made)
+        write_text(folder / slurm.ARRAY_SCRIPT, text)
+        job_id = slurm.submit(folder / slurm.ARRAY_SCRIPT, runs[0])
+    return [_keep(run, "slurm", f"{job_id}_{number}") for number, run in enumerate(runs)]
+
+
+@contextmanager
+def _undone_on_error() -> Iterator[list[Path]]:
+    """Folders added to the list are removed again when what follows fails."""
+    made: list[Path] = []
     try:
-        run.folder.mkdir(parents=True)
-    except FileExistsError:
-        raise UsageError(
-            f"'{run.name}' was launched already", f"{run.folder} is there", "choose another --name"
-        ) from None
+        yield made
+    except BaseException:
+        for folder in made:
+            for path in folder.iterdir():
+                path.unlink()
+            folder.rmdir()
+        raise
+
+
+def _write(run: Launched, plan_json: Mapping[str, Any] | None, made: list[Path]) -> None:
+    _make(run.name, run.folder, made)
     write_text(run.folder / RECIPE, run.recipe_text)
     if plan_json is not None:
         write_json(run.folder / PLAN, dict(plan_json))
-    write_text(run.folder / module.SCRIPT, text)
+
+
+def _make(name: str, folder: Path, made: list[Path]) -> None:
     try:
-        job_id = module.submit(run.folder / module.SCRIPT, run)
-    except BaseException:
-        for path in run.folder.iterdir():
-            path.unlink()
-        run.folder.rmdir()
-        raise
-    found = Submission(run.name, name, job_id, str(Path(run.run_path).absolute()), time.time(), run.folder)
-    _keep(found)
-    return found
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        raise UsageError(
+            f"'{name}' was launched already", f"{folder} is there", "choose another --name"
+        ) from None
+    made.append(folder)
 
 
-def _keep(found: Submission) -> None:
+def _keep(run: Launched, target_name: str, job_id: str) -> Submission:
+    run_path = str(Path(run.run_path).absolute())
+    found = Submission(run.name, target_name, job_id, run_path, time.time(), run.folder)
     values = asdict(found)
     del values["folder"]
     write_json(found.folder / JOB, values)
+    return found
 
 
 def submissions(folder: Path) -> list[Submission]:
@@ -160,6 +202,24 @@ def find(name: str, folder: Path) -> Submission:
 def look(found: Submission) -> Seen:
     """What the scheduler says."""
     return target(found.target).look(found.job_id)
+
+
+def outcome(found: Submission, seen: Seen) -> tuple[int, str]:
+    """(exit code, reason) of a run that has ended: 0 done, 1 failed, 2 refused, 75 stopped with the state saved.
+
+    The run folder knows best; a refused run has none, and the first node has left a word beside the recipe; else
+    the scheduler's own exit code counts.
+    """
+    run = found.run
+    if run is not None:
+        status = run.read_status()
+        return 0 if status.state == "done" else status.exit_code or 1, status.reason
+    told = read_json(found.folder / OUTCOME) or {}
+    if "exit_code" in told:
+        return int(told["exit_code"]), str(told.get("reason", ""))
+    if seen.exit_code is not None:
+        return seen.exit_code, f"the scheduler says: {seen.word}"
+    return 1, f"there is no run folder at {found.run_path}"
 
 
 def cancel(found: Submission, now: bool) -> None:

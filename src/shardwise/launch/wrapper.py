@@ -22,14 +22,15 @@ from pathlib import Path
 from types import FrameType
 
 from shardwise.errors import Interrupted, RunError, ShardwiseError, UsageError
-from shardwise.launch import operators
+from shardwise.launch import operators, preflight
 from shardwise.launch.cluster import decide_for, offer_of, open_folder, read_plan
 from shardwise.launch.job import Job, add_estimate
 from shardwise.launch.local import GUARD
 from shardwise.launch.rank import ATTEMPT, RankEnd, log_path, rank_ends, stop_path
-from shardwise.launch.targets.parts import JOIN_SECONDS
+from shardwise.launch.targets.parts import JOIN_SECONDS, OUTCOME, PORT
 from shardwise.recipe import load_recipe
 from shardwise.runs import RunFolder
+from shardwise.runs.jsonfile import write_json
 
 LATE_SECONDS = 15.0  # a shared file system may show another node's record later than its process ended
 POLL_SECONDS = 0.2
@@ -49,6 +50,7 @@ class Started:
     environment: Mapping[str, str]
     attempt: str
     lead: bool
+    recipe_path: Path
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -67,11 +69,58 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if asked.directory is not None:
             os.chdir(asked.directory)
-        started = begin(asked.recipe, asked.name, asked.owner, asked.attempt, lead=node == 0)
-        return end(started, launch(command, started, node))
+        code = run_node(asked.recipe, asked.name, asked.owner, asked.attempt, node, command)
     except ShardwiseError as problem:
         print(str(problem), file=sys.stderr, flush=True)
-        return problem.exit_code
+        code = problem.exit_code
+        tell(asked.recipe, node, code, problem.what)
+    return code
+
+
+def run_node(
+    recipe_path: Path, name: str, owner: str, attempt: str, node: int, command: Sequence[str]
+) -> int:
+    """Everything one node does. Returns the exit code; raises the UsageError family before a rank has started."""
+    started = begin(recipe_path, name, owner, attempt, lead=node == 0)
+    if started.job.recipe.launch.preflight:
+        try:
+            look_at_links(started, node, command)
+        except RunError as problem:
+            print(str(problem), file=sys.stderr, flush=True)
+            return finish(started, problem.exit_code, problem.what)
+    return end(started, launch(command, started, node))
+
+
+def tell(recipe_path: Path, node: int, code: int, reason: str) -> None:
+    """Leave the outcome beside the recipe, for the machine that launched it: a refused run has no folder."""
+    if node == 0:
+        with suppress(OSError):  # a ConfigMap is read-only: Kubernetes tells the code itself
+            write_json(recipe_path.with_name(OUTCOME), {"exit_code": code, "reason": reason})
+
+
+def look_at_links(started: Started, node: int, command: Sequence[str]) -> None:
+    """`launch.preflight`: every rank must answer; what is slow becomes a warning of the run. Raises RunError."""
+    recipe, run = started.job.recipe, started.run
+    head, port = rendezvous(command, os.environ)
+    assert recipe.engine.processes != "auto"
+    per_node = recipe.engine.processes // recipe.launch.nodes
+    where = preflight.Where(recipe.launch.nodes, node, per_node, head, port + preflight.PORT_OFFSET)
+    measured = preflight.measure(where, started.environment)
+    if measured:
+        found = preflight.judge(measured, preflight.assumption(offer_of(recipe), where))
+        print(preflight.as_text(found), file=sys.stderr, flush=True)
+        write_json(run.logs_path / "links.json", measured)
+        for one in found.slow:
+            run.event("warning", message=f"preflight: {one}")
+
+
+def rendezvous(command: Sequence[str], environment: Mapping[str, str]) -> tuple[str, int]:
+    """Where the ranks meet: the launcher's own option, or what a Kubeflow Trainer sets."""
+    for word in command:
+        if word.startswith("--rdzv-endpoint="):
+            host, _, port = word.partition("=")[2].rpartition(":")
+            return host, int(port)
+    return environment.get("PET_MASTER_ADDR", "127.0.0.1"), int(environment.get("PET_MASTER_PORT", PORT))
 
 
 def node_rank(environment: Mapping[str, str]) -> int:
@@ -86,13 +135,15 @@ def begin(recipe_path: Path, name: str, owner: str, attempt: str, lead: bool) ->
     job = decide_for(recipe, offer_of(recipe), here=True)
     environment = operators.ready(job.recipe, _say)
     if lead:
+        with suppress(OSError):
+            recipe_path.with_name(OUTCOME).unlink(missing_ok=True)
         run = open_folder(job, name, read_plan(recipe_path.with_name("plan.json")), owner)
         stop_path(run).unlink(missing_ok=True)
         outcome_path(run, attempt).unlink(missing_ok=True)
     else:
         run = RunFolder(Path(job.recipe.run.folder) / name)
         _wait_for(run)
-    return Started(run, job, {**environment, ATTEMPT: attempt}, attempt, lead)
+    return Started(run, job, {**environment, ATTEMPT: attempt}, attempt, lead, recipe_path)
 
 
 def _wait_for(run: RunFolder) -> None:
@@ -171,9 +222,15 @@ def end(started: Started, launcher_code: int) -> int:
     """Read how the ranks ended; on the lead, write it down and let the folder go. Returns the exit code."""
     run = started.run
     ends = _ends(run, started.attempt, launcher_code)
-    code, reason = outcome(ends, launcher_code, bool(run.checkpoints()))
+    return finish(started, *outcome(ends, launcher_code, bool(run.checkpoints())))
+
+
+def finish(started: Started, code: int, reason: str) -> int:
+    """On the lead, write the outcome down and let the folder go. Returns the code."""
+    run = started.run
     if not started.lead:
         return code
+    tell(started.recipe_path, 0, code, reason)
     try:
         if code == UsageError.exit_code:
             run.discard()

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from cluster import Cluster, cluster, missing
+from uninterrupted import losses, losses_of_whole_run
 
-from shardwise.launch.local import start
 from shardwise.runs import RunFolder
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"no Slurm here: {missing()}")
@@ -71,10 +72,6 @@ def wait_for_step(run: RunFolder, step: int, process: "subprocess.Popen[str]") -
         time.sleep(0.1)
 
 
-def losses(run: RunFolder) -> list[tuple[int, float]]:
-    return [(s.step, s.loss) for s in run.steps()]
-
-
 def test_a_preempted_run_is_requeued_and_ends_with_the_same_losses(slurm: Cluster, place: Path) -> None:
     run = RunFolder(place / "runs" / "pre")
     following = subprocess.Popen(
@@ -97,21 +94,14 @@ def test_a_preempted_run_is_requeued_and_ends_with_the_same_losses(slurm: Cluste
     assert "back into the queue" in log.read_text() and "Traceback" not in log.read_text()
     assert run.state == "done" and [step for step, _ in losses(run)] == list(range(1, STEPS + 1))
 
-    # the same recipe, two ranks of this machine, never interrupted
-    whole = RunFolder(place / "runs" / "whole")
-    whole.logs_path.mkdir(parents=True)
-    whole.recipe_path.write_text(run.recipe_text())
-    whole.status("running")
-    training = [sys.executable, "-m", "shardwise.training.main", str(whole.path)]
-    assert start(training, 2, whole.logs_path, {"DS_ACCELERATOR": "cpu"}).exit_code == 0
-    assert losses(run) == losses(whole)
+    assert losses(run) == losses_of_whole_run(run, place / "runs" / "whole")
 
 
 def test_zero_3_runs_over_two_nodes_as_fsdp2_does(slurm: Cluster, place: Path) -> None:
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     done = subprocess.run(
-        command("--name", "zero3", *ZERO_3), cwd=place, env=environment(slurm), text=True, capture_output=True,
-        timeout=300, check=False,
+        command("--name", "zero3", "--preflight", *ZERO_3), cwd=place, env=environment(slurm), text=True,
+        capture_output=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     run = RunFolder(place / "runs" / "zero3")
@@ -120,6 +110,45 @@ def test_zero_3_runs_over_two_nodes_as_fsdp2_does(slurm: Cluster, place: Path) -
     first = [loss for _, loss in losses(RunFolder(place / "runs" / "pre"))][:1]
     assert losses(run)[0][1] == pytest.approx(first[0], abs=1e-4)
     assert json.loads((run.path / "summary.json").read_text())["estimate"]["peak_allocated_bytes"] > 0
+    (log,) = (place / "runs" / "launches" / "zero3").glob("slurm-*.out")
+    assert "preflight: 2 ranks on 2 nodes, all answer" in log.read_text()
+    assert len(json.loads((run.logs_path / "links.json").read_text())["sent"]) == 2
+
+
+def test_several_recipes_are_one_job_array(slurm: Cluster, place: Path) -> None:
+    names = {"a": "1e-2", "b": "1e-3"}
+    for name, rate in names.items():
+        text = (place / "r.yaml").read_text().replace("nodes: 2", "nodes: 1").replace("1e-2", rate)
+        (place / f"{name}.yaml").write_text(text.replace(f"max_steps: {STEPS}", "max_steps: 3"))
+    done = subprocess.run(
+        [sys.executable, "-m", "shardwise.cli.main", "launch", "a.yaml", "b.yaml", "--on", "slurm",
+         "--name", "both", "--set", "engine=single"],
+        cwd=place, env=environment(slurm), text=True, capture_output=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    ids = {}
+    for name, rate in names.items():
+        folder = place / "runs" / "launches" / f"both-{name}"
+        ids[name] = json.loads((folder / "job.json").read_text())["job_id"].split("_")
+        run = RunFolder(place / "runs" / f"both-{name}")
+        assert run.state == "done" and len(losses(run)) == 3 and f"learning_rate: {rate}" in run.recipe_text()
+        (log,) = folder.glob("slurm-*.out")
+        assert f"run both-{name} is done" in log.read_text()
+    assert ids["a"][0] == ids["b"][0] and [ids["a"][1], ids["b"][1]] == ["0", "1"]
+
+
+def test_a_recipe_that_its_node_refuses_ends_with_2_and_is_not_queued_again(
+    slurm: Cluster, place: Path
+) -> None:
+    done = subprocess.run(
+        command("--name", "refused", "--set", "data.train=missing.jsonl", "--set", "launch.nodes=1"),
+        cwd=place, env=environment(slurm), text=True, capture_output=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "refused is refused" in done.stderr and "missing.jsonl" in done.stderr
+    assert not (place / "runs" / "refused").exists()
+    number = json.loads((place / "runs" / "launches" / "refused" / "job.json").read_text())["job_id"]
+    assert slurm.job(number)["ExitCode"] == "2:0" and slurm.job(number)["Restarts"] == "0"
 
 
 def test_a_refusal_is_told_at_once_and_nothing_is_queued(slurm: Cluster, place: Path) -> None:

@@ -1,46 +1,54 @@
-"""`launch --on ray` on a local Ray cluster of two workers; skipped where Ray is not installed."""
+"""`launch --on ray` on a local Ray cluster of two workers, one of them killed; skipped where Ray is not installed."""
 
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from uninterrupted import losses, losses_of_whole_run
 
 from shardwise.launch.ports import choose_port
 from shardwise.runs import RunFolder
 
 pytest.importorskip("ray.train", reason="Ray Train is not installed")
 
+STEPS = 150
 RECIPE = """
 model: {model}
 data: {{train: {data}, validation: 0, sequence_length: 128}}
 method: full
 engine: fsdp2
-training: {{max_steps: 6, global_batch_size: 4, micro_batch_size: 1}}
+training: {{max_steps: {steps}, global_batch_size: 4, micro_batch_size: 1, precision: fp32}}
 optimizer: {{learning_rate: 1e-2}}
+checkpoint: {{every_steps: 10}}
 launch: {{nodes: 2, interface: lo, ray: {{address: "127.0.0.1:{port}"}}}}
 """
 
 
 @pytest.fixture
-def ray_port(tmp_path_factory):
+def ray_port(tmp_path_factory) -> Iterator[int]:
     port, folder = choose_port(None), tmp_path_factory.mktemp("ray")
-    head = subprocess.Popen(
-        [
-            sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--head", "--block",
-            "--num-cpus=2", "--include-dashboard=false", f"--port={port}", "--node-ip-address=127.0.0.1",
-            "--object-store-memory=100000000", f"--temp-dir={folder}",
-        ],
-        env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )  # fmt: skip
+    with (folder / "head.log").open("wb") as log:
+        head = subprocess.Popen(
+            [
+                sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--head", "--block",
+                "--num-cpus=2", "--include-dashboard=false", f"--port={port}", "--node-ip-address=127.0.0.1",
+                "--object-store-memory=100000000", f"--temp-dir={folder}", "--disable-usage-stats",
+            ],
+            stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
     try:
-        time.sleep(10)
-        assert head.poll() is None
+        deadline = time.monotonic() + 60
+        while b"Ray runtime started" not in (folder / "head.log").read_bytes():
+            assert head.poll() is None and time.monotonic() < deadline, (folder / "head.log").read_text()
+            time.sleep(0.2)
         yield port
     finally:
         head.kill()
@@ -51,12 +59,55 @@ def ray_port(tmp_path_factory):
                     os.kill(int(process.name), signal.SIGKILL)
 
 
-def test_two_ray_workers_run_the_recipe(
-    ray_port: int, tmp_path: Path, tiny_model, chat_file, shardwise
+def worker_of_rank(run: RunFolder, rank: int) -> int:
+    """The process of Ray's that started a rank: the parent of the one that trains in this run's folder."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            mine = b"shardwise.training.main" in words and str(run.path.resolve()).encode() in words
+            if mine and f"RANK={rank}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                return int((process / "stat").read_text().rsplit(")", 1)[1].split()[1])
+    raise AssertionError("no such rank")
+
+
+def test_a_killed_ray_worker_is_replaced_and_the_losses_are_those_of_a_run_without_ray(
+    ray_port: int, tmp_path: Path, tiny_model: Path, chat_file: Path
 ) -> None:
-    (tmp_path / "r.yaml").write_text(RECIPE.format(model=tiny_model, data=chat_file, port=ray_port))
-    done = shardwise("launch", "r.yaml", "--on", "ray", "--name", "two", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    (tmp_path / "r.yaml").write_text(
+        RECIPE.format(model=tiny_model, data=chat_file, port=ray_port, steps=STEPS)
+    )
     run = RunFolder(tmp_path / "runs" / "two")
+    following = subprocess.Popen(
+        [sys.executable, "-m", "shardwise.cli.main", "launch", "r.yaml", "--on", "ray", "--name", "two"],
+        cwd=tmp_path, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 180
+        while not run.checkpoints():
+            assert following.poll() is None and time.monotonic() < deadline, "no checkpoint yet"
+            time.sleep(0.05)
+        os.kill(worker_of_rank(run, 1), signal.SIGKILL)
+        _, said = following.communicate(timeout=300)
+    finally:
+        following.kill()
+        following.wait()
+    assert following.returncode == 0, said
+    resumed = [e.model_dump()["step"] for e in run.events("resume")]
+    assert len(resumed) == 1 and 0 < resumed[0] < STEPS and resumed[0] % 10 == 0, said
     assert next(e.model_dump() for e in run.events("start"))["world_size"] == 2
-    assert run.state == "done" and [s.step for s in run.steps()] == list(range(1, 7))
+    assert run.state == "done" and [step for step, _ in losses(run)] == list(range(1, STEPS + 1))
+    assert losses(run) == losses_of_whole_run(run, tmp_path / "whole")
+
+
+def test_a_recipe_that_is_refused_on_ray_tells_so_by_its_exit_code(tmp_path: Path, tiny_model: Path) -> None:
+    """No cluster is needed: the driver refuses before it connects."""
+    (tmp_path / "r.yaml").write_text(
+        RECIPE.format(model=tiny_model, data="missing.jsonl", port=1, steps=STEPS)
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "shardwise.cli.main", "launch", "r.yaml", "--on", "ray", "--name", "no"],
+        cwd=tmp_path, text=True, capture_output=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "no is refused" in done.stderr and "missing.jsonl" in done.stderr
+    assert not (tmp_path / "runs" / "no").exists()

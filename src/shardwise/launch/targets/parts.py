@@ -12,6 +12,7 @@ from shardwise.launch.cluster import ranks_per_node
 from shardwise.recipe import Recipe
 
 RECIPE, PLAN = "recipe.yaml", "plan.json"
+OUTCOME = "outcome.json"  # beside the recipe: exit code and reason of the newest start
 PORT = 29400  # torchrun's usual one; Slurm jobs derive their own, since they may share a node
 JOIN_SECONDS = 1800  # a node may fetch a model and prepare rows while the others wait
 
@@ -58,6 +59,7 @@ class Seen:
 
     state: State
     word: str
+    exit_code: int | None = None  # of a job that has ended, where the scheduler tells it
 
 
 class Target(Protocol):

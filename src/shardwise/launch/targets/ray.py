@@ -7,6 +7,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from shardwise.errors import RecipeError
 from shardwise.launch.environment import variables
 from shardwise.launch.targets.parts import RECIPE, Launched, Seen, comment, shell
 
@@ -17,6 +18,12 @@ LOG = "driver.log"
 def render(run: Launched) -> str:
     """The driver, a Python program: every value is a Python literal."""
     launch = run.recipe.launch
+    if launch.preflight:
+        raise RecipeError(
+            "launch.preflight is not run on Ray",
+            "Ray places the ranks itself, after the driver has started",
+            "start shardwise doctor --nodes on the nodes, or leave it out",
+        )
     fixed = "".join(f"    {v.name!r}: {v.value!r},  # {comment(v.reason)}\n" for v in variables(run.recipe))
     handed = "".join(f"    {name!r}: os.environ[{name!r}],\n" for name in launch.environment)
     gpu = launch.gpus is not None
@@ -34,8 +41,9 @@ import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
+from shardwise.errors import ShardwiseError
 from shardwise.launch.ray_worker import rank
-from shardwise.launch.wrapper import begin, end
+from shardwise.launch.wrapper import begin, end, tell
 
 NAME = {run.name!r}
 os.chdir({str(Path.cwd())!r})
@@ -45,12 +53,19 @@ ENVIRONMENT = {{
 
 RECIPE = Path({str(run.folder / RECIPE)!r})
 
-started = begin(RECIPE, NAME, owner=f"ray-{{NAME}}", attempt=str(time.time_ns()), lead=True)
+try:  # model, rows and run folder, before a rank starts
+    started = begin(RECIPE, NAME, owner=f"ray-{{NAME}}", attempt=str(time.time_ns()), lead=True)
+except ShardwiseError as problem:
+    print(problem, file=sys.stderr)
+    tell(RECIPE, 0, problem.exit_code, problem.what)
+    sys.exit(problem.exit_code)
 ray.init(address={launch.ray.address!r}, runtime_env={{"env_vars": ENVIRONMENT}}, log_to_driver=True)
 trainer = TorchTrainer(
     rank,
     train_loop_config={{
         "run": str(started.run.path.resolve()),
+        "recipe": str(RECIPE),
+        "ready": ray.util.get_node_ip_address(),  # the other nodes fetch the model and prepare rows themselves
         "directory": os.getcwd(),
         "environment": dict(started.environment),
     }},
@@ -95,8 +110,10 @@ def submit(script: Path, run: Launched) -> str:
 def look(job_id: str) -> Seen:
     """Whether the driver still runs on this machine."""
     pid = int(job_id)
-    with suppress(ChildProcessError):
-        os.waitpid(pid, os.WNOHANG)  # our own child stays a zombie otherwise
+    with suppress(ChildProcessError):  # our own child, which stays a zombie otherwise
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return Seen("ended", "the driver has ended", os.waitstatus_to_exitcode(status))
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

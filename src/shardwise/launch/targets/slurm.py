@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from shardwise.errors import MissingDependencyError, RecipeError, RunError
@@ -19,7 +20,7 @@ from shardwise.launch.targets.parts import (
     wrapper,
 )
 
-SCRIPT = "job.sbatch"
+SCRIPT, ARRAY_SCRIPT = "job.sbatch", "array.sbatch"
 CANCELLED = "cancelled"  # a file beside the script: a stop that a person asked for is not requeued
 _WAITING = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
 _RUNNING = {"RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT"}
@@ -28,10 +29,10 @@ _RUNNING = {"RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIG
 def render(run: Launched) -> str:
     """The batch script. Raises RecipeError for a value that an #SBATCH line cannot hold."""
     launch = run.recipe.launch
-    python = shell(launch.python or sys.executable)
+    python = shell(launch.python or ("python" if launch.slurm.container else sys.executable))
     step = _container(run) + continued(
         [
-            *wrapper(run, python, shell(run.folder / RECIPE), '"slurm-$SLURM_JOB_ID"', '"$attempt"'),
+            *wrapper(run, python, shell(run.folder / RECIPE), '"slurm-$job"', '"$attempt"'),
             *torchrun(run, '"$MASTER_ADDR:$port"', '"$attempt"'),
         ],
         "  ",
@@ -44,21 +45,23 @@ def render(run: Launched) -> str:
     )
     return f"""#!/bin/bash
 # Run {comment(run.name)} on {comment(run.size)}. Written by: shardwise launch --on slurm
-{_directives(run)}
+{_directives(run, run.name, run.folder, "slurm-%j.out")}
 {names}
 # No -e: a failing step must reach the lines below that decide about a requeue.
 set -uo pipefail
 cd {shell(Path.cwd())}
 {between}
 export MASTER_ADDR=${{MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}}
+job=${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}   # one task of an array, not all of it
+job=${{job:-$SLURM_JOB_ID}}
 port=$((20000 + SLURM_JOB_ID % 20000))               # its own for each job: jobs may share a node
-attempt=$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}      # a fresh rendezvous for every start
+attempt=$job-${{SLURM_RESTART_COUNT:-0}}      # a fresh rendezvous for every start
 outcome={shell(run.run_path / "logs")}/outcome-$attempt
 cancelled={shell(run.folder / CANCELLED)}
 restarts=${{SLURM_RESTART_COUNT:-0}}
 
 # Before the time limit Slurm sends USR1 to this shell: the steps save and stop.
-trap 'scancel --signal=TERM "$SLURM_JOB_ID"' USR1
+trap 'scancel --signal=TERM "$job"' USR1
 # One launcher per node. When one ends, the others have this long to finish their own save.
 srun --kill-on-bad-exit=0 --wait={launch.stop_seconds} {step} &
 step=$!
@@ -69,9 +72,41 @@ while kill -0 "$step" 2>/dev/null; do wait "$step"; code=$?; done   # a signal e
 [[ -r $outcome ]] && code=$(<"$outcome")
 if [[ $code == 75 && ! -e $cancelled && $restarts -lt {launch.max_restarts} ]]; then
   echo "pre-empted or out of time with the state saved: back into the queue"
-  scontrol requeue "$SLURM_JOB_ID" && sleep 300      # Slurm ends this shell
+  scontrol requeue "$job" && sleep 300      # Slurm ends this shell
 fi
 exit "$code"
+"""
+
+
+def render_array(name: str, runs: Sequence[Launched], folder: Path) -> str:
+    """A job array that starts one of several runs' own scripts in every task.
+
+    Raises RecipeError when the runs do not ask Slurm for the same.
+    """
+    asked = [_directives(run, name, folder, "task-%a.out") for run in runs]
+    for run, other in zip(runs, asked, strict=True):
+        if other != asked[0]:
+            lines = zip(asked[0].splitlines(), other.splitlines(), strict=False)
+            first, second = next((a, b) for a, b in [*lines, (asked[0], other)] if a != b)
+            raise RecipeError(
+                f"'{runs[0].name}' and '{run.name}' cannot be tasks of one array",
+                f"all tasks get the same resources, and one says {first}, the other {second}",
+                "make their launch: sections alike, or launch them one by one",
+            )
+    at_once = runs[0].recipe.launch.slurm.at_once
+    tasks = f"0-{len(runs) - 1}" + (f"%{at_once}" if at_once else "")
+    scripts = "\n".join(f"  {shell(run.folder / SCRIPT)}" for run in runs)
+    return f"""#!/bin/bash
+# {len(runs)} runs as one job array, each on {comment(runs[0].size)}. Written by: shardwise launch --on slurm
+{asked[0]}
+#SBATCH --array={tasks}
+
+scripts=(
+{scripts}
+)
+script=${{scripts[$SLURM_ARRAY_TASK_ID]}}
+# exec: Slurm's signals reach the run's own script. A requeued task goes on in the same log.
+exec bash "$script" >> "$(dirname "$script")/slurm-$SLURM_ARRAY_JOB_ID.out" 2>&1
 """
 
 
@@ -93,12 +128,28 @@ def look(job_id: str) -> Seen:
         word = _slurm("squeue", "--noheader", "--format=%T", "--jobs", job_id).split()
     except RunError as problem:
         if "Invalid job id" in problem.why:
-            return Seen("ended", "left the queue")
+            return _ended(job_id)
         raise
     if not word:
-        return Seen("ended", "left the queue")
+        return _ended(job_id)
     state = "waiting" if word[0] in _WAITING else "running" if word[0] in _RUNNING else "ended"
+    if state == "ended":
+        return _ended(job_id)
     return Seen(state, word[0].lower().replace("_", " "))  # type: ignore[arg-type]
+
+
+def _ended(job_id: str) -> Seen:
+    """State and exit code, which slurmctld remembers for MinJobAge (300 s) after the end."""
+    try:
+        told = _slurm("scontrol", "--oneliner", "show", "job", job_id)
+    except RunError:
+        return Seen("ended", "left the queue")
+    fields = dict(word.split("=", 1) for word in told.split() if "=" in word)
+    code, _, signal = fields.get("ExitCode", "1:0").partition(":")
+    if fields.get("JobState") == "COMPLETED":
+        return Seen("ended", "completed", 0)
+    found = int(code) or 1 if signal in ("", "0") else 1
+    return Seen("ended", fields.get("JobState", "left the queue").lower().replace("_", " "), found)
 
 
 def cancel(job_id: str, now: bool) -> None:
@@ -109,11 +160,12 @@ def cancel(job_id: str, now: bool) -> None:
         _slurm("scancel", "--signal=TERM", job_id)
 
 
-def _directives(run: Launched) -> str:
+def _directives(run: Launched, name: str, folder: Path, output: str) -> str:
+    """`output` may hold Slurm's %j or %a; percent signs of the folder stand for themselves."""
     launch = run.recipe.launch
     lines = [
-        ("--job-name", run.name, ""),
-        ("--output", f"{run.folder}/slurm-%j.out", ""),
+        ("--job-name", name, ""),
+        ("--output", f"{folder}/".replace("%", "%%") + output, ""),
         ("--open-mode", "append", "a requeued job goes on in the same file"),
         ("--nodes", launch.nodes, ""),
         ("--ntasks-per-node", 1, "one launcher per node"),
@@ -136,10 +188,10 @@ def _directives(run: Launched) -> str:
     ):
         if value is not None:
             lines.append((option, value, ""))
-    return "\n".join(_directive(run, option, str(value), why) for option, value, why in lines)
+    return "\n".join(_directive(option, str(value), why) for option, value, why in lines)
 
 
-def _directive(run: Launched, option: str, value: str, why: str) -> str:
+def _directive(option: str, value: str, why: str) -> str:
     """One #SBATCH line. Slurm reads it, not a shell: blanks need double quotes, and there is no escape."""
     clean(value)
     if '"' in value or "\\" in value:
@@ -148,9 +200,6 @@ def _directive(run: Launched, option: str, value: str, why: str) -> str:
             "it holds a double quote or a backslash",
             "choose another name or folder",
         )
-    if option == "--output":  # %j is the job's number; other percent signs stand for themselves
-        head, tail = value[: -len("%j.out")], "%j.out"
-        value = head.replace("%", "%%") + tail
     plain = all(c.isalnum() or c in "-_./:@%,+=" for c in value)
     word = option + (f"={value}" if plain and value else f'="{value}"' if value else "")
     return f"#SBATCH {word}" + (f"{'':{max(1, 38 - len(word))}}# {why}" if why else "")
@@ -163,12 +212,32 @@ def _container(run: Launched) -> str:
         return ""
     here = Path.cwd()
     if launch.slurm.container_runtime == "pyxis":
-        return (
-            f"--container-image={shell(image)} --container-mounts={shell(f'{here}:{here}')} "
-            f"--container-workdir={shell(here)} \\\n  "
-        )
-    nv = "--nv " if launch.gpus else ""
-    return f"apptainer exec {nv}--bind {shell(here)} --pwd {shell(here)} {shell(image)} \\\n  "
+        mounts = ",".join(f"{folder}:{folder}" for folder in _mounts(run))
+        lines = [f"--container-image={shell(image)}", f"--container-mounts={shell(mounts)}",
+                 f"--container-workdir={shell(here)}"]  # fmt: skip
+    else:
+        lines = [f"apptainer exec{' --nv' if launch.gpus else ''} --pwd {shell(here)}",
+                 *(f"--bind {shell(folder)}" for folder in _mounts(run)), shell(image)]  # fmt: skip
+    return continued([*lines, ""], "  ")
+
+
+def _mounts(run: Launched) -> list[Path]:
+    """Folders that the container must see, outermost only: here, the runs, local model and data, the cache.
+
+    Raises RecipeError for a folder that neither runtime can mount.
+    """
+    here, launch = Path.cwd(), run.recipe.launch
+    wanted = [here, run.folder.parent, Path(run.recipe.run.folder).absolute()]
+    wanted += [path if path.is_dir() else path.parent for path in map(Path, run.mounts)]
+    wanted += [Path(launch.cache)] if launch.cache else []
+    for path in wanted:
+        if any(c in str(path) for c in ",:"):
+            raise RecipeError(
+                f"'{path}' cannot be mounted into the container",
+                "commas and colons separate mounts there",
+                "use folders without them",
+            )
+    return sorted({p for p in wanted if not any(other in p.parents for other in wanted)})
 
 
 def _slurm(*command: str) -> str:
