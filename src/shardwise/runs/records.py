@@ -47,6 +47,7 @@ class Step(Event):
     tokens: int | None = None
     trained_tokens: int | None = None
     seconds: float | None = None
+    cpu_seconds: float | None = None  # processor seconds of rank 0, all its threads
     tokens_per_second: float | None = None
     allocated_bytes: int | None = None
     peak_allocated_bytes: int | None = None

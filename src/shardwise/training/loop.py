@@ -104,20 +104,20 @@ def train(job: Job, start: int, bar: Bar) -> Totals:
     while step < order.steps:
         stop = False
         if step not in policy.skipped:  # else it was skipped once, and the run has gone back behind it
-            began = time.perf_counter()
+            began, used = time.perf_counter(), time.process_time()
             rate = learning_rate(recipe.schedule, peak_rate, step, order.steps)
             try:
                 mean, norm, stop = _update(job, step, rate, first_steps)
             except NotFiniteError as problem:
                 step, stop = _left_out(job, problem, policy)
             else:
-                elapsed = time.perf_counter() - began
+                elapsed, used = time.perf_counter() - began, time.process_time() - used
                 job.watch.step_took(elapsed)
                 seconds, tokens = seconds + elapsed, tokens + order.tokens(step)
                 trained_tokens += order.trained_tokens(step)
                 first = mean if first is None else first
                 if lead:
-                    _log_step(job, step, mean, norm, rate, elapsed)
+                    _log_step(job, step, mean, norm, rate, elapsed, used)
                     bar.step(step + 1, mean, tokens / seconds, job.meter.peak.bytes)
                 for text in first_steps.after_update(mean):
                     if lead:
@@ -204,7 +204,9 @@ def _left_out(job: Job, problem: NotFiniteError, policy: Policy) -> tuple[int, b
     return (step if back is None else back - 1), stop
 
 
-def _log_step(job: Job, step: int, mean: float, norm: float, rate: float, elapsed: float) -> None:
+def _log_step(
+    job: Job, step: int, mean: float, norm: float, rate: float, elapsed: float, used: float
+) -> None:
     tokens = job.order.tokens(step)
     job.run.event(
         "step",
@@ -215,6 +217,7 @@ def _log_step(job: Job, step: int, mean: float, norm: float, rate: float, elapse
         tokens=tokens,
         trained_tokens=job.order.trained_tokens(step),
         seconds=elapsed,
+        cpu_seconds=used,
         tokens_per_second=tokens / elapsed,
         allocated_bytes=job.meter.allocated_bytes,
         peak_allocated_bytes=job.meter.peak.bytes,
