@@ -104,7 +104,8 @@ def main() -> None:
     bins = [tuple((4 * s + i,) for i in range(4)) for s in range(steps)]
     order = types.SimpleNamespace(
         steps=steps,
-        steps_per_epoch=steps,
+        passes=lambda done: done / steps,
+        position=lambda done: {},
         sequence_length=512,
         rows=rows,
         step=lambda s: bins[s],

@@ -47,6 +47,7 @@ def train(
     from shardwise.launch.space import require_writable
     from shardwise.recipe import load_recipe, parse_recipe
     from shardwise.runs import open_run
+    from shardwise.runs.create import refuse_taken
 
     if (recipe_path is None) == (resume is None):
         raise click.UsageError("give either a RECIPE.yaml or --resume RUN")
@@ -64,6 +65,7 @@ def train(
             raise click.UsageError("--accept goes with --resume")
         recipe = load_recipe(recipe_path, settings)
         require_writable(Path(recipe.run.folder))
+        refuse_taken(recipe.run.folder, recipe.run.name)
     job = decide_and_show(recipe)
     if dry_run:
         click.echo("dry run: nothing was started")
@@ -137,10 +139,11 @@ def does_not_fit(job: "Job") -> Exception:
 def data_line(report: "DataReport") -> str:
     """Rows read = used + refused + dropped, in one line, and what to look at when some were not used."""
     text = (
-        f"data  {report.rows_read:,} rows read: {report.rows_train:,} to train, {report.rows_validation:,} held out, "
+        f"{report.rows_read:,} rows read: {report.rows_train:,} to train, {report.rows_validation:,} held out, "
         f"{report.rows_refused:,} refused, {report.rows_dropped:,} dropped\n"
         f"      {report.trained_tokens:,} of {report.tokens:,} tokens carry a label; {report.ended:,} rows end with "
         "an end token"
     )
+    text = "data  " + (f"{report.streamed}\n      " if report.streamed else "") + text
     findings = [f"{f.count:,} x {f.reason}" for f in (*report.refused, *report.dropped)]
     return "\n      ".join([text, *findings, *(["see where with: shardwise data check"] if findings else [])])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardwise.data.build import find_part
-    from shardwise.data.order import Bin, Order, make_order, run_order
+    from shardwise.data.order import Bin, Documents, Feed, Order, make_order, run_order
     from shardwise.data.preparation import Prepared, default_cache, prepare
     from shardwise.data.prompt import end_ids, render_prompt
     from shardwise.data.report import DataReport
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "Bin": "order",
     "DataReport": "report",
+    "Documents": "order",
+    "Feed": "order",
     "Order": "order",
     "Prepared": "preparation",
     "Rows": "store",
@@ -34,6 +36,8 @@ _HOMES = {
 __all__ = [
     "Bin",
     "DataReport",
+    "Documents",
+    "Feed",
     "Order",
     "Prepared",
     "Rows",

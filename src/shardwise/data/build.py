@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -25,6 +25,12 @@ EXAMPLES = 20  # places kept for each reason
 _PEEK = 200
 
 Progress = Callable[[str, int, int | None], None]
+
+
+class Appends(Protocol):
+    """Where rows go: a file (`store.Writer`) or memory (`stream.Memory`)."""
+
+    def append(self, ids: np.ndarray, marks: np.ndarray, **fields: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ class Tally:
 
 @dataclass
 class Account:
-    """What reading found. rows_read = rows in the store + refused."""
+    """What reading found. rows_read = rows in the store + refused. `dropped` is counted here by streams only."""
 
     rows_read: dict[str, int] = field(default_factory=dict)  # by file
     refused: dict[str, Tally] = field(default_factory=dict)  # by reason
@@ -60,6 +66,7 @@ class Account:
     largest_id: int = -1
     with_system: int = 0
     chats: int = 0
+    dropped: dict[str, Tally] = field(default_factory=dict)
 
     def refuse(self, reason: str, file: str, line: int) -> None:
         self.refused.setdefault(reason, Tally()).add(file, line)
@@ -79,12 +86,16 @@ class Account:
             tree["largest_id"],
             tree["with_system"],
             tree["chats"],
+            tallies(tree.get("dropped", {})),
         )
 
 
-def find_part(path: str, format: str) -> Part:
-    """The files of a source and their format. Raises DataError (two formats, none recognised, no rows)."""
-    files, passed = find_files(path)
+def find_part(path: str, format: str, fetch: bool = True) -> Part:
+    """The files of a source and their format; `fetch` as in `find_files`.
+
+    Raises DataError (two formats, none recognised, no rows).
+    """
+    files, passed = find_files(path, fetch)
     if format != "auto":
         return Part(path, tuple(files), format, tuple(passed))
     seen: dict[str, str] = {}  # format -> first file with it
@@ -176,12 +187,12 @@ def _fill(parts: Sequence[Part], folder: Path, spec: EncoderSpec, progress: Prog
     broken: list[tuple[str, Unreadable]] = []
     saved = time.monotonic()
     batches = _read(parts, state["file"] if state else 0, dict(account.rows_read), broken)
-    workers = worker_count(sum(file.path.stat().st_size for part in parts for file in part.files))
+    workers = worker_count(sum(file.size_bytes for part in parts for file in part.files))
     try:
         for batch, tokens in encode_batches(batches, spec, workers):
             account.rows_read[batch.name] = account.rows_read.get(batch.name, 0) + batch.read
             read += batch.read
-            _take(batch, tokens, writer, account)
+            take(batch, tokens, writer, account)
             if progress is not None:
                 progress("tokenizing", read, total)
             if not broken and time.monotonic() - saved > JOURNAL_SECONDS:
@@ -226,7 +237,7 @@ def _read(
                 yield Batch(number, file.name, source, part.format, (), 0)
 
 
-def _take(batch: Batch, tokens: Tokens, writer: Writer, account: Account) -> None:
+def take(batch: Batch, tokens: Tokens, writer: Appends, account: Account) -> None:
     """Write the rows of a batch and keep account of the others."""
     for line, reason in tokens.refused:
         account.refuse(reason, batch.name, line)

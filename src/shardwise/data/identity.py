@@ -2,7 +2,13 @@
 
 import hashlib
 
+from shardwise.data.preparation import Prepared
 from shardwise.data.store import Rows
+
+
+def train_digest(prepared: Prepared) -> str:
+    """`rows_digest` of the training rows; of a stream, the hash of its files' names and sizes and its settings."""
+    return rows_digest(prepared.train) if prepared.stream is None else f"stream-{prepared.stream.digest[:16]}"
 
 
 def rows_digest(rows: Rows | None) -> str:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -16,6 +17,41 @@ from shardwise.errors import DataError
 from shardwise.recipe.schema import Recipe
 
 Bin = tuple[int, ...]  # numbers of the rows in one packed sequence
+
+
+class Documents(Protocol):
+    """Rows by number, as a step's bins name them: `Rows`, or those of a stream that this rank has read."""
+
+    def row(self, i: int) -> tuple[np.ndarray, np.ndarray]: ...
+
+    def source(self, i: int) -> tuple[str, int]: ...
+
+
+class Feed(Protocol):
+    """What the training loop asks for, of an `Order` or of a stream; each method as described there.
+
+    Of a stream all methods are collective, and `step` is this rank's share.
+    """
+
+    @property
+    def steps(self) -> int: ...
+
+    @property
+    def sequence_length(self) -> int: ...
+
+    def micro_batches(
+        self, step: int, rank: int, world_size: int, micro_batch_size: int
+    ) -> tuple[tuple[Bin, ...], ...]: ...
+
+    def step(self, step: int) -> tuple[Bin, ...]: ...
+
+    def tokens(self, step: int) -> int: ...
+
+    def trained_tokens(self, step: int) -> int: ...
+
+    def passes(self, step: int) -> float | None: ...
+
+    def position(self, step: int) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -53,7 +89,7 @@ class Order:
         self._check(step)
         return int(np.searchsorted(np.asarray(self._starts), step, side="right")) - 1
 
-    def passes(self, step: int) -> float:
+    def passes(self, step: int) -> float | None:
         """Epochs done when so many steps are done."""
         return step / self.steps_per_epoch
 
@@ -84,6 +120,10 @@ class Order:
     def trained_tokens(self, step: int) -> int:
         """Tokens with a label of a step, over all ranks."""
         return sum(int(self.rows.trained[list(b)].sum()) for b in self.step(step))
+
+    def position(self, step: int) -> dict[str, Any]:
+        """Nothing beside the number of steps has to be kept."""
+        return {}
 
     def _check(self, step: int) -> None:
         if not 0 <= step < self.steps:
@@ -196,11 +236,10 @@ def run_order(rows: Rows, recipe: Recipe, sequence_length: int, global_batch_siz
     )
 
 
-@lru_cache(maxsize=4)
-def _epoch_bins(
+def bins_of(
     rows: Rows, sequence_length: int, packing: bool, seed: int, weights: tuple[float, ...], epoch: int
 ) -> tuple[Bin, ...]:
-    """All bins of one epoch, shuffled."""
+    """All bins of one epoch of rows, shuffled."""
     random = np.random.default_rng([seed, epoch])
     drawn: list[np.ndarray] = []
     whole: list[list[int]] = []  # sequences of continuous text, already full
@@ -220,6 +259,9 @@ def _epoch_bins(
         bins = [[i] for i in chosen.tolist()]
     bins += whole
     return tuple(tuple(bins[i]) for i in random.permutation(len(bins)).tolist())
+
+
+_epoch_bins = lru_cache(maxsize=4)(bins_of)
 
 
 def _draw(rows: np.ndarray, weight: float, seed: int, source: int, epoch: int) -> np.ndarray:

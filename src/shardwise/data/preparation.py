@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from shardwise.data.view import View, choose_length, full_lengths, measure, view
 from shardwise.errors import DataError
 from shardwise.recipe.schema import Data, Source
 
+if TYPE_CHECKING:
+    from shardwise.data.stream import StreamSpec
+
 VERSION = 1  # of everything here that changes tokens; part of the cache key
 
 
@@ -34,6 +37,7 @@ class Prepared:
     sequence_length: int
     cache_key: str
     held_out: int = 0  # rows (or sequences of continuous text) set aside from the training files
+    stream: "StreamSpec | None" = None  # with data.streaming; `train` then holds the first rows only
 
 
 def default_cache() -> Path:
@@ -65,13 +69,28 @@ def prepare(
     Raises DataError, ModelError, MissingDependencyError.
     """
     folder = tokenizer_folder(model_folder, revision)
+    if data.streaming:
+        from shardwise.data.streaming import prepare_stream
+
+        return prepare_stream(
+            data,
+            model_folder,
+            folder,
+            revision=revision,
+            chat_template=chat_template,
+            max_length=max_length,
+            vocabulary=vocabulary,
+            seed=seed,
+            cache=cache,
+            progress=progress,
+            trust_remote_code=trust_remote_code,
+        )
     cache = (cache or default_cache()) / "data"
-    given = template_text(None, chat_template) if chat_template else None
-    key = [VERSION, fingerprint(folder), given, data.train_on, _today(folder, given)]
+    key = tokens_key(folder, chat_template, data.train_on)
 
     def stored(sources: Sequence[Source]) -> tuple[list[Part], Store, Account, str]:
         parts = [find_part(s.path, s.format) for s in sources]
-        _refuse_preference(parts)
+        refuse_preference(parts)
         text = json.dumps([*key, [(p.format, digest_of(p.files)) for p in parts]])
         name = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
         chats = any(p.format in ("messages", "sharegpt") for p in parts) or chat_template is not None
@@ -87,7 +106,7 @@ def prepare(
     weights = tuple(s.weight for s in data.train)
     seen = view(store, length, data.overlong, weights, seed)
     if len(seen.rows) == 0:
-        raise _nothing_left(account, seen, len(store.records))
+        raise nothing_left(account, seen, len(store.records))
     if held is None:
         assert not isinstance(data.validation, tuple)
         train, validation, said = split(seen.rows, data.validation, seed)
@@ -98,7 +117,7 @@ def prepare(
         said = f"{len(other.rows):,} rows of {', '.join(p.path for p in held[0])}"
         views, accounts = [seen, other], [account, held[2]]
     facts = _facts(cache / name, folder, chat_template, trust_remote_code) if account.chats else {}
-    report = _report(
+    report = report_of(
         [*parts, *(held[0] if held else [])],
         accounts,
         views,
@@ -113,6 +132,12 @@ def prepare(
     return Prepared(train, validation, report, length, name, len(units(validation)) if held is None else 0)
 
 
+def tokens_key(folder: Path, chat_template: str | None, train_on: str) -> list[Any]:
+    """All that changes tokens and labels beside the rows themselves."""
+    given = template_text(None, chat_template) if chat_template else None
+    return [VERSION, fingerprint(folder), given, train_on, _today(folder, given)]
+
+
 def _today(folder: Path, given: str | None) -> str:
     """The date, when the template writes it into every row."""
     names = ("chat_template.jinja", "tokenizer_config.json") if given is None else ()
@@ -120,7 +145,7 @@ def _today(folder: Path, given: str | None) -> str:
     return date.today().isoformat() if any("strftime_now" in text for text in texts) else ""
 
 
-def _refuse_preference(parts: Sequence[Part]) -> None:
+def refuse_preference(parts: Sequence[Part]) -> None:
     for part in parts:
         if part.format == "preference":
             raise DataError(
@@ -144,7 +169,7 @@ def _check_vocabulary(
     )
 
 
-def _nothing_left(account: Account, seen: View, stored: int) -> DataError:
+def nothing_left(account: Account, seen: View, stored: int) -> DataError:
     read = sum(account.rows_read.values())
     if read == 0:
         return DataError("there are no rows", "the files are empty", "check what writes them")
@@ -174,15 +199,20 @@ def _facts(folder: Path, model: Path, given: str | None, trust_remote_code: bool
     if path.exists():
         found: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
         return found
+    found = template_facts(model, given, trust_remote_code)
+    path.write_text(json.dumps(found), encoding="utf-8")
+    return found
+
+
+def template_facts(model: Path, given: str | None, trust_remote_code: bool) -> dict[str, str]:
+    """What the template in use is called and does with system turns."""
     template = load_template(shared_tokenizer(model, trust_remote_code), given)
-    found = {
+    return {
         "name": template.name,
         "system": template.system,
         "injected": template.injected,
         "end": template.end,
     }
-    path.write_text(json.dumps(found), encoding="utf-8")
-    return found
 
 
 def _system(account: Sequence[Account], facts: dict[str, str]) -> str:
@@ -201,7 +231,7 @@ def _system(account: Sequence[Account], facts: dict[str, str]) -> str:
     return text
 
 
-def _report(
+def report_of(
     parts: Sequence[Part],
     accounts: Sequence[Account],
     views: Sequence[View],

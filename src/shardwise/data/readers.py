@@ -9,12 +9,13 @@ import lzma
 import re
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from shardwise.data.sources import DataFile
+from shardwise.data.sources import DataFile, Remote
 from shardwise.errors import DataError, MissingDependencyError
 
 TEXT_CHARACTERS = 4 * 2**20  # a longer text file is read in parts of about this many
@@ -42,10 +43,22 @@ class Unreadable:
     excerpt: str
 
 
+Lazy = Callable[[], Row | Unreadable]  # a row that is parsed when it is called for
+
+
 def read_rows(file: DataFile) -> Iterator[Row | Unreadable]:
     """The rows of one file, in order. Raises DataError when the file itself cannot be opened or unpacked."""
+    return (row() for row in lazy_rows(file))
+
+
+def lazy_rows(file: DataFile) -> Iterator[Lazy]:
+    """As `read_rows`; a row that is passed over costs no parsing, where lines tell rows apart."""
     try:
-        yield from _READERS[file.kind](file.path)
+        if file.kind == "jsonl":
+            yield from _jsonl(file.path)
+        else:
+            for row in _READERS[file.kind](file.path):
+                yield partial(_same, row)
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as problem:
         raise DataError(
             f"'{file.name}' cannot be read",
@@ -54,13 +67,23 @@ def read_rows(file: DataFile) -> Iterator[Row | Unreadable]:
         ) from None
 
 
-def _open(path: Path) -> IO[bytes]:
+def _same(row: Row | Unreadable) -> Row | Unreadable:
+    return row
+
+
+def _source(path: Path | Remote) -> Any:
+    """What libraries open themselves: a local path, or a file that is open already."""
+    return path if isinstance(path, Path) else path.open("rb")
+
+
+def _open(path: Path | Remote) -> IO[bytes]:
     openers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
     opener = openers.get(path.suffix.lower())
-    return opener(path, "rb") if opener else path.open("rb")
+    opened: IO[bytes] = opener(_source(path), "rb") if opener else path.open("rb")
+    return opened
 
 
-def _jsonl(path: Path) -> Iterator[Row | Unreadable]:
+def _jsonl(path: Path | Remote) -> Iterator[Lazy]:
     with _open(path) as lines:
         for number, raw in enumerate(lines, 1):
             if number == 1:
@@ -70,9 +93,9 @@ def _jsonl(path: Path) -> Iterator[Row | Unreadable]:
                 continue
             if line[:1] == b"[" and number == 1:
                 rest = raw + lines.read()
-                yield from _array(rest)
+                yield from (partial(_same, row) for row in _array(rest))
                 return
-            yield _json_line(number, line)
+            yield partial(_json_line, number, line)
 
 
 def _json_line(number: int, line: bytes) -> Row | Unreadable:
@@ -114,7 +137,7 @@ def _excerpt(text: str, at: int) -> str:
     return ("..." if first else "") + text[first : at + 30] + ("..." if at + 30 < len(text) else "")
 
 
-def _json(path: Path) -> Iterator[Row | Unreadable]:
+def _json(path: Path | Remote) -> Iterator[Row | Unreadable]:
     """An array of rows, an object with one array in it, or, in spite of its name, JSON lines."""
     with _open(path) as file:
         raw = file.read()
@@ -179,7 +202,7 @@ def _broken(text: str, at: int, reason: str) -> Unreadable:
     return Unreadable(line, at - text.rfind("\n", 0, at), reason, _excerpt(text, at))
 
 
-def _csv(path: Path) -> Iterator[Row | Unreadable]:
+def _csv(path: Path | Remote) -> Iterator[Row | Unreadable]:
     """Rows with the header's names as fields; a blank cell is no value."""
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     inner = Path(path.stem) if path.suffix.lower() in (".gz", ".bz2", ".xz") else path
@@ -232,20 +255,20 @@ def _arrow_module() -> Any:
     return pyarrow
 
 
-def _parquet(path: Path) -> Iterator[Row | Unreadable]:
+def _parquet(path: Path | Remote) -> Iterator[Row | Unreadable]:
     pyarrow = _arrow_module()
     try:
-        yield from _batches(pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024))
+        yield from _batches(pyarrow.parquet.ParquetFile(_source(path)).iter_batches(batch_size=1024))
     except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError) as problem:
         raise DataError(
             f"'{path}' is no Parquet file", str(problem).splitlines()[0], "write it again"
         ) from None
 
 
-def _arrow(path: Path) -> Iterator[Row | Unreadable]:
+def _arrow(path: Path | Remote) -> Iterator[Row | Unreadable]:
     pyarrow = _arrow_module()
     try:
-        with pyarrow.memory_map(str(path)) as source:
+        with pyarrow.memory_map(str(path)) if isinstance(path, Path) else path.open("rb") as source:
             try:
                 batches = pyarrow.ipc.open_stream(source)
             except pyarrow.ArrowInvalid:
@@ -273,7 +296,7 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(v) for v in value] if isinstance(value, list) else value
 
 
-def _text(path: Path) -> Iterator[Row | Unreadable]:
+def _text(path: Path | Remote) -> Iterator[Row | Unreadable]:
     """A text file is one document; a very long one is read in parts that end with a line."""
     line = 1
     with _open(path) as raw:
@@ -291,8 +314,7 @@ def _text(path: Path) -> Iterator[Row | Unreadable]:
             yield Unreadable(line, 1, f"a byte after this line is not UTF-8 ({problem.reason})", "")
 
 
-_READERS = {
-    "jsonl": _jsonl,
+_READERS: dict[str, Callable[[Path | Remote], Iterator[Row | Unreadable]]] = {
     "json": _json,
     "csv": _csv,
     "parquet": _parquet,

@@ -64,6 +64,7 @@ class DataReport:
     template: str | None
     system: str
     validation: str
+    streamed: str = ""  # how rows are read, where they are read during the run
 
     @property
     def rows_refused(self) -> int:

@@ -1,9 +1,11 @@
 """What a recipe's `path` means: a file, a folder, a glob, or a hub dataset id -> the files, in a fixed order."""
 
 import glob
+import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import IO
 
 from shardwise.errors import DataError, nearest
 
@@ -20,17 +22,48 @@ KINDS = {
     ".md": "text",
 }
 PACKED = (".gz", ".bz2", ".xz")
+_NO_DATA = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json")
 _HUB = re.compile(r"^(?:hf://datasets/)?([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w./-]+))?(?::([\w-]+))?$")
 
 
 @dataclass(frozen=True)
+class Remote:
+    """A file of a hub dataset that is read as it is needed and never kept: what readers use of a Path."""
+
+    address: str  # datasets/ORG/NAME@COMMIT/PATH
+    size: int
+
+    @property
+    def name(self) -> str:
+        return PurePosixPath(self.address).name
+
+    @property
+    def stem(self) -> str:
+        return PurePosixPath(self.address).stem
+
+    @property
+    def suffix(self) -> str:
+        return PurePosixPath(self.address).suffix
+
+    def open(self, _: str = "rb") -> IO[bytes]:
+        from huggingface_hub import HfFileSystem
+
+        opened: IO[bytes] = HfFileSystem().open(self.address, "rb")
+        return opened
+
+
+@dataclass(frozen=True)
 class DataFile:
-    path: Path
+    path: Path | Remote
     kind: str
     name: str  # as the person wrote it, or relative to the folder they named
 
+    @property
+    def size_bytes(self) -> int:
+        return self.path.size if isinstance(self.path, Remote) else self.path.stat().st_size
 
-def kind_of(path: Path) -> str | None:
+
+def kind_of(path: Path | PurePosixPath) -> str | None:
     """jsonl, json, csv, parquet, arrow or text, by the name; None for anything else."""
     suffix = path.suffix.lower()
     if suffix in PACKED:
@@ -38,8 +71,11 @@ def kind_of(path: Path) -> str | None:
     return KINDS.get(suffix)
 
 
-def find_files(path: str) -> tuple[list[DataFile], list[str]]:
-    """(files, names of files passed over because their kind is unknown). Raises DataError."""
+def find_files(path: str, fetch: bool = True) -> tuple[list[DataFile], list[str]]:
+    """(files, names of files passed over because their kind is unknown). Raises DataError.
+
+    `fetch`: files of a hub dataset are downloaded; otherwise they are Remote.
+    """
     place = Path(path).expanduser()
     if place.is_file():
         return [DataFile(place, _kind_or_error(place), path)], []
@@ -54,7 +90,7 @@ def find_files(path: str) -> tuple[list[DataFile], list[str]]:
         return [DataFile(p, _kind_or_error(p), str(p)) for p in found], []
     hub = _HUB.match(path)
     if hub and kind_of(place) is None and not place.parent.is_dir():
-        return _hub(hub[1], hub[2], hub[3])
+        return _hub(hub[1], hub[2], hub[3], fetch)
     folder = place.parent
     if not folder.is_dir():
         raise DataError(
@@ -86,7 +122,7 @@ def _folder(place: Path, name: str) -> tuple[list[DataFile], list[str]]:
         if not path.is_file() or any(part.startswith(".") for part in inside.parts):
             continue
         kind = kind_of(path)
-        if kind is None or path.name in ("dataset_info.json", "state.json", "dataset_dict.json"):
+        if kind is None or path.name in _NO_DATA:
             passed.append(str(inside))
         else:
             found.append(DataFile(path, kind, str(Path(name) / inside)))
@@ -100,22 +136,14 @@ def _folder(place: Path, name: str) -> tuple[list[DataFile], list[str]]:
     return found, passed
 
 
-def _hub(identity: str, revision: str | None, split: str | None) -> tuple[list[DataFile], list[str]]:
+def _hub(
+    identity: str, revision: str | None, split: str | None, fetch: bool
+) -> tuple[list[DataFile], list[str]]:
     """The data files of one split (train unless named with :split) of a dataset on the hub."""
-    from huggingface_hub import snapshot_download
-
-    patterns = [f"*{ending}{packed}" for ending in KINDS if ending != ".md" for packed in ("", *PACKED)]
     try:
-        folder = Path(
-            snapshot_download(identity, repo_type="dataset", revision=revision, allow_patterns=patterns)
-        )
+        found, passed = _fetched(identity, revision) if fetch else _listed(identity, revision)
     except (OSError, ValueError) as problem:
-        raise DataError(
-            f"data '{identity}' is neither here nor on the hub",
-            (str(problem).splitlines() or ["no answer"])[0],
-            "give a file, folder or glob that exists, or check the dataset id and the connection",
-        ) from None
-    found, passed = _folder(folder, identity)
+        raise _no_dataset(identity, problem) from None
     wanted = split or "train"
     named = [f for f in found if re.search(rf"(^|[^a-z]){re.escape(wanted)}([^a-z]|$)", f.name.lower())]
     if named:
@@ -127,3 +155,58 @@ def _hub(identity: str, revision: str | None, split: str | None) -> tuple[list[D
             f"dataset '{identity}' has no split '{split}'", f"its files are {names}", "name another"
         )
     return found, passed
+
+
+def _fetched(identity: str, revision: str | None) -> tuple[list[DataFile], list[str]]:
+    from huggingface_hub import snapshot_download
+
+    patterns = [f"*{ending}{packed}" for ending in KINDS if ending != ".md" for packed in ("", *PACKED)]
+    folder = snapshot_download(identity, repo_type="dataset", revision=revision, allow_patterns=patterns)
+    return _folder(Path(folder), identity)
+
+
+def _listed(identity: str, revision: str | None) -> tuple[list[DataFile], list[str]]:
+    """As `_fetched`, without a byte of the files themselves; of one commit, so that a run sees one state."""
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    commit = api.dataset_info(identity, revision=revision).sha
+    found, passed = [], []
+    for item in api.list_repo_tree(identity, repo_type="dataset", revision=commit, recursive=True):
+        size = getattr(item, "size", None)
+        path = PurePosixPath(item.path)
+        if size is None or any(part.startswith(".") for part in path.parts):
+            continue
+        kind = kind_of(path)
+        if kind is None or path.suffix == ".md" or path.name in _NO_DATA:
+            passed.append(item.path)
+        else:
+            remote = Remote(f"datasets/{identity}@{commit}/{item.path}", int(size))
+            found.append(DataFile(remote, kind, f"{identity}/{item.path}"))
+    if not found:
+        raise ValueError(f"no file of it ends in {', '.join(KINDS)}; it holds {', '.join(passed[:5])}")
+    return sorted(found, key=lambda f: f.name), passed
+
+
+def _no_dataset(identity: str, problem: Exception) -> DataError:
+    """Why a hub dataset cannot be had, told by what was answered."""
+    from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
+
+    first = (str(problem).splitlines() or ["no answer"])[0] or type(problem).__name__
+    what = f"data '{identity}' is no file or folder here, and the hub does not give it"
+    where = "give a file, folder or glob that exists"
+    if isinstance(problem, OfflineModeIsEnabled) or os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
+        return DataError(
+            what,
+            "HF_HUB_OFFLINE is set, and the dataset is not among those downloaded before",
+            f"{where}; or, on a machine with a connection: hf download --repo-type dataset {identity}",
+        )
+    if isinstance(problem, GatedRepoError):
+        return DataError(
+            what, "it is gated: its owner gives access by name", f"ask there, then: hf auth login; {where}"
+        )
+    if isinstance(problem, RepositoryNotFoundError):
+        return DataError(
+            what, "the hub knows no dataset of that name that you may see", f"check the id; {where}"
+        )
+    return DataError(what, f"no answer that helps: {first}", f"check the connection (HF_ENDPOINT); {where}")

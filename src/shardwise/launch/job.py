@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.data import Order, Prepared, find_part, make_order, prepare, run_order
-from shardwise.data.identity import rows_digest
+from shardwise.data.identity import rows_digest, train_digest
+from shardwise.data.streaming import stream_steps
 from shardwise.errors import (
     DiskFullError,
     Interrupted,
@@ -84,7 +85,10 @@ def _with_formats(recipe: Recipe) -> Recipe:
     """Every source with the format it was recognised as."""
 
     def named(sources: tuple[Source, ...]) -> tuple[Source, ...]:
-        return tuple(s.model_copy(update={"format": find_part(s.path, s.format).format}) for s in sources)
+        fetch = not recipe.data.streaming
+        return tuple(
+            s.model_copy(update={"format": find_part(s.path, s.format, fetch).format}) for s in sources
+        )
 
     data = recipe.data
     update: dict[str, Any] = {"train": named(data.train)}
@@ -109,6 +113,10 @@ def prepare_rows(recipe: Recipe, folder: Path, shape: ModelShape, progress: Prog
 
 def facts_of(prepared: Prepared, recipe: Recipe) -> DataFacts:
     """What the planner needs to know about prepared rows; sequences are counted by packing them."""
+
+    if prepared.stream is not None:
+        name = ", ".join(s.path for s in recipe.data.train)
+        return DataFacts(name=name, steps_at=lambda length, size: stream_steps(recipe, length, size))
 
     def order(length: int, global_batch_size: int) -> Order:
         return make_order(
@@ -201,7 +209,7 @@ def _go_on_from(run: RunFolder, job: Job, accepted: Sequence[str]) -> int:
         recipe = _with_source(job)
         now = facts(
             recipe.model_dump(mode="json"),
-            rows_digest(job.prepared.train),
+            train_digest(job.prepared),
             rows_digest(job.prepared.validation),
             weights_digest(job.folder),
             installed_versions(),

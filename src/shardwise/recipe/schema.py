@@ -66,6 +66,11 @@ class Data(Section):
     packing: bool = _help("put several rows into one sequence; attention never crosses rows", True)
     train_on: Literal["assistant", "all"] = _help("which turns of a chat carry a label", "assistant")
     overlong: Literal["truncate", "drop", "refuse"] = _help("rows longer than sequence_length", "truncate")
+    streaming: bool = _help(
+        "read and tokenize rows during the run, for sets larger than the disk; needs max_steps or max_tokens",
+        False,
+    )
+    buffer_rows: PositiveInt = _help("streaming: rows that are shuffled and packed together", 4096)
 
 
 class Lora(Section):
@@ -312,6 +317,15 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _short_forms(cls, value: Any) -> Any:
+    @model_validator(mode="after")
+    def _stream_with_an_end(self) -> "Recipe":
+        if self.data.streaming and self.training.max_steps is None and self.training.max_tokens is None:
+            raise ValueError(
+                "data.streaming needs training.max_steps or training.max_tokens: how many rows there are is not "
+                "known before they are read, and the learning rate needs to know the last step"
+            )
+        return self
+
         """`model: NAME`, `data: FILE` and `engine: NAME` stand for the section with that one key."""
         if not isinstance(value, dict):
             return value

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from shardwise.data import Rows
+    from shardwise.data import Documents
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class MicroBatch:
         )
 
 
-def pack(rows: "Rows", bins: Sequence[Sequence[int]]) -> MicroBatch:
+def pack(rows: "Documents", bins: Sequence[Sequence[int]]) -> MicroBatch:
     """The rows of some bins as one micro-batch.
 
     No bins: a rank without work still takes part in every collective, with one token and no label.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.data import Order, Rows
+from shardwise.data import Documents, Feed
 from shardwise.errors import DivergedError
 from shardwise.recipe.schema import Training
 from shardwise.training.batches import MicroBatch
@@ -54,15 +54,15 @@ def check_loss(
     losses: Sequence[torch.Tensor],
     shares: Sequence[Sequence[Sequence[int]]],
     engine: Engine,
-    order: Order,
-    rows: Rows,
+    order: Feed,
+    rows: Documents,
     step: int,
 ) -> None:
     """Raise NotFiniteError naming ranks and rows. `value` is the same on all ranks: all come here together."""
     if math.isfinite(value):
         return
     bad = [i for i, loss in enumerate(losses) if not math.isfinite(float(loss))]
-    raise _problem(step, f"loss is {value}", _found(engine, shares, bad), order, rows)
+    raise _problem(step, f"loss is {value}", _found(engine, shares, bad, rows), order, rows)
 
 
 def check_gradient(
@@ -70,8 +70,8 @@ def check_gradient(
     batches: Sequence[MicroBatch],
     shares: Sequence[Sequence[Sequence[int]]],
     engine: Engine,
-    order: Order,
-    rows: Rows,
+    order: Feed,
+    rows: Documents,
     step: int,
     scale: float,
 ) -> None:
@@ -90,7 +90,7 @@ def check_gradient(
         if not all(bool(ok) for ok in seen):
             bad.append(i)
     engine.discard()
-    raise _problem(step, f"gradient norm is {norm}", _found(engine, shares, bad), order, rows)
+    raise _problem(step, f"gradient norm is {norm}", _found(engine, shares, bad, rows), order, rows)
 
 
 @contextmanager
@@ -115,23 +115,24 @@ def _listening(engine: Engine) -> Iterator[list[torch.Tensor]]:
 
 
 def _found(
-    engine: Engine, shares: Sequence[Sequence[Sequence[int]]], bad: Sequence[int]
-) -> list[tuple[int, list[int]]]:
-    """(rank, rows) of every rank's micro-batches `bad` (collective)."""
-    mine = [row for i in bad for bin_ in shares[i] for row in bin_]
+    engine: Engine, shares: Sequence[Sequence[Sequence[int]]], bad: Sequence[int], rows: Documents
+) -> list[tuple[int, list[str]]]:
+    """(rank, places of rows) of every rank's micro-batches `bad` (collective)."""
+    mine = _places(rows, [row for i in bad for bin_ in shares[i] for row in bin_])
     found: list[Any] = [mine]
     if engine.ranks.world_size > 1:
         found = [None] * engine.ranks.world_size
         dist.all_gather_object(found, mine)
-    return [(rank, rows) for rank, rows in enumerate(found) if rows]
+    return [(rank, places) for rank, places in enumerate(found) if places]
 
 
 def _problem(
-    step: int, what: str, found: Sequence[tuple[int, list[int]]], order: Order, rows: Rows
+    step: int, what: str, found: Sequence[tuple[int, list[str]]], order: Feed, rows: Documents
 ) -> NotFiniteError:
-    told = [f"rank {rank}, rows {_places(rows, mine)}" for rank, mine in found]
+    told = [f"rank {rank}, rows {_shown(places)}" for rank, places in found]
     if not told:  # not seen again, or only between the last layer and the embeddings
-        told = [f"all ranks, rows {_places(rows, [i for bin_ in order.step(step) for i in bin_])}"]
+        places = _places(rows, [i for bin_ in order.step(step) for i in bin_])
+        told = [f"all ranks, rows {_shown(places)}"]
     return NotFiniteError(
         f"step {step + 1}: {what} ({'; '.join(told)})",
         "no update was made and nothing was saved: the last checkpoint is from before",
@@ -141,6 +142,10 @@ def _problem(
     )
 
 
-def _places(rows: Rows, numbers: Sequence[int]) -> str:
-    named = [":".join(map(str, rows.source(i))) for i in numbers[:SHOWN_ROWS]]
-    return ", ".join(named) + (f" and {len(numbers) - SHOWN_ROWS} more" if len(numbers) > SHOWN_ROWS else "")
+def _places(rows: Documents, numbers: Sequence[int]) -> list[str]:
+    return [":".join(map(str, rows.source(i))) for i in numbers]
+
+
+def _shown(places: Sequence[str]) -> str:
+    more = len(places) - SHOWN_ROWS
+    return ", ".join(places[:SHOWN_ROWS]) + (f" and {more} more" if more > 0 else "")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.data import Order, Rows
+from shardwise.data import Documents, Feed, Rows
 from shardwise.errors import DivergedError, Interrupted
 from shardwise.recipe.schedule import learning_rate
 from shardwise.recipe.schema import Recipe
@@ -50,9 +50,9 @@ class Job:
     run: RunFolder
     recipe: Recipe
     engine: Engine
-    train: Rows
+    train: Documents
     validation: Rows | None
-    order: Order
+    order: Feed
     meter: Meter
     stop: Stop
     facts: Mapping[str, Any] = field(default_factory=dict)  # what made this run; saved with every checkpoint
@@ -222,7 +222,7 @@ def _log_step(
         allocated_bytes=job.meter.allocated_bytes,
         peak_allocated_bytes=job.meter.peak.bytes,
         resident_bytes=resident_bytes(),
-        epoch=(step + 1) / job.order.steps_per_epoch,
+        epoch=job.order.passes(step + 1),
     )
 
 
@@ -233,6 +233,7 @@ def checkpoint(job: Job, step: int, evaluation_loss: float | None, wait: bool = 
     """
     job.watch.beat(step, "saving", SAVE_SECONDS)
     facts = {**job.facts, "evaluation_loss": evaluation_loss, "layout": job.engine.facts()}
+    facts["data_position"] = job.order.position(step)
     job.saver.save(step, facts, wait)
 
 

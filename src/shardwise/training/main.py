@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.data import end_ids, load_tokenizer, run_order
-from shardwise.data.identity import rows_digest
+from shardwise.data import Documents, Feed, end_ids, load_tokenizer, run_order
+from shardwise.data.identity import rows_digest, train_digest
 from shardwise.errors import Interrupted, ShardwiseError
 from shardwise.errors import OutOfMemoryError as DeviceMemoryError
 from shardwise.facts.versions import installed_versions
@@ -33,7 +33,7 @@ from shardwise.training.loop import Job, Stop, log_evaluation, train
 from shardwise.training.meter import Meter, peak_resident_bytes
 from shardwise.training.model import ModelFolder
 from shardwise.training.progress import Bar
-from shardwise.training.rows import prepared_rows
+from shardwise.training.rows import StreamFeed, account_text, prepared_rows, stream_feed
 from shardwise.training.terminal import keep_clean
 from shardwise.training.watch import END_SECONDS, SAVE_SECONDS, Watch
 
@@ -80,47 +80,55 @@ def rank_main(run: RunFolder, ranks: Ranks, stop: Stop, resume: bool) -> None:
     prepared = prepared_rows(folder, recipe.data)
     size = recipe.training.global_batch_size
     assert size != "auto"
-    order = run_order(prepared.train, recipe, prepared.sequence_length, size)
     if ranks.world_size > 1:
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=30), device_id=None
         )
     micro = recipe.training.micro_batch_size
     assert micro != "auto"
-    engine = build_engine(
-        recipe, folder, device, ranks, len(order.micro_batches(0, 0, ranks.world_size, micro))
-    )
+    order = None if prepared.stream else run_order(prepared.train, recipe, prepared.sequence_length, size)
+    each = math.ceil((size if order is None else len(order.step(0))) / ranks.world_size)
+    engine = build_engine(recipe, folder, device, ranks, math.ceil(each / micro))
     meter = Meter(engine)
     made_by = facts(
         recipe.model_dump(mode="json"),
-        rows_digest(prepared.train),
+        train_digest(prepared),
         rows_digest(prepared.validation),
         weights_digest(folder.path),
         installed_versions(),
     )
-    job = Job(run, recipe, engine, prepared.train, prepared.validation, order, meter, stop, made_by, watch)
     rehearse(run, engine, folder)
     start = _resume(run, engine, made_by) if resume else 0
+    stream: StreamFeed | None = None
+    if order is None:
+        position = facts_of(run.checkpoint_path(start)).get("data_position") if start else None
+        stream = stream_feed(prepared, recipe, ranks, device, position, lambda: watch.beat(start + 1, "rows"))
+    feed: Feed = order or stream  # type: ignore[assignment]
+    documents: Documents = stream or prepared.train
+    job = Job(run, recipe, engine, documents, prepared.validation, feed, meter, stop, made_by, watch)
     lead = ranks.rank == 0
-    bar = Bar(order.steps, start, shown=lead)
+    bar = Bar(feed.steps, start, shown=lead)
     tokenizer = load_tokenizer(folder.path)
     prompts = samples.pick(prepared.validation, tokenizer, recipe.evaluation.samples)
     try:
         if lead:
             run.track(recipe.run.tracking, recipe.model_dump(mode="json"))
             _explain_best(run, recipe)
-            run.event("start", steps=order.steps, world_size=ranks.world_size, device=_device_name(device))
+            run.event("start", steps=feed.steps, world_size=ranks.world_size, device=_device_name(device))
         before = log_evaluation(job, start, bar) if not start else None
         watch.beat(start, "samples", SAVE_SECONDS)
         _sample(job, tokenizer, prompts, start, bar)
         totals = train(job, start, bar)
-        after = totals.evaluation if start < order.steps else log_evaluation(job, order.steps, bar)
-        watch.beat(order.steps, "export", SAVE_SECONDS)
-        _sample(job, tokenizer, prompts, order.steps, bar)
+        after = totals.evaluation if start < feed.steps else log_evaluation(job, feed.steps, bar)
+        watch.beat(feed.steps, "export", SAVE_SECONDS)
+        _sample(job, tokenizer, prompts, feed.steps, bar)
         target = export(run, engine, folder)
+        streamed = stream.account(feed.steps) if stream else None
     finally:
         watch.beat(0, "end", END_SECONDS)
         bar.close()
+        if stream is not None:
+            stream.close()
         engine.close()
     if not lead:
         return
@@ -130,6 +138,8 @@ def rank_main(run: RunFolder, ranks: Ranks, stop: Stop, resume: bool) -> None:
         told = f"checkpoints of steps {', '.join(map(str, kept))} are kept"
         told += f" (best: {top.step})" if top else ""
         print(f"{told}; removed on the way: {', '.join(map(str, removed))}", file=sys.stderr, flush=True)
+    if streamed is not None:
+        print(account_text(streamed), file=sys.stderr, flush=True)
     spent = effective(run)
     print(str(spent), file=sys.stderr, flush=True)
     measured = {
@@ -147,7 +157,7 @@ def rank_main(run: RunFolder, ranks: Ranks, stop: Stop, resume: bool) -> None:
     run.write_summary(
         {
             "state": "done",
-            "steps": order.steps,
+            "steps": feed.steps,
             "seconds": {"total": time.perf_counter() - began, "training": totals.seconds},
             "tokens": totals.tokens,
             "trained_tokens": totals.trained_tokens,
@@ -162,6 +172,7 @@ def rank_main(run: RunFolder, ranks: Ranks, stop: Stop, resume: bool) -> None:
             "paths": {"result": str(target), "checkpoints": str(run.checkpoints_path)},
             "engine": engine.facts(),
             "skipped_steps": list(totals.skipped_steps),
+            "streamed": streamed,
             "effective": {**asdict(spent), "share": spent.share, "other_seconds": spent.other_seconds},
         }
     )
