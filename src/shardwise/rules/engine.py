@@ -98,45 +98,58 @@ def deepspeed_keeps_masters(recipe: Recipe, _: ModelShape | None, __: Situation)
         )
 
 
-def sharded_updates_are_elementwise(recipe: Recipe, _: ModelShape | None, __: Situation) -> Iterator[Problem]:
-    """Muon orthogonalises a matrix, Adafactor averages its rows and columns: a shard is not a matrix."""
-    name, engine = recipe.optimizer.name, recipe.engine.name
-    if name in ("muon", "adafactor") and engine in ("fsdp2", "deepspeed"):
+def flat_slices_are_not_matrices(recipe: Recipe, _: ModelShape | None, __: Situation) -> Iterator[Problem]:
+    """Muon orthogonalises a matrix, Adafactor averages its rows and columns; ZeRO flattens and cuts anywhere."""
+    name = recipe.optimizer.name
+    if name in ("muon", "adafactor") and recipe.engine.name == "deepspeed":
         yield Problem(
-            "sharded_updates_are_elementwise",
-            "optimizer.name",
-            f"optimizer.name: {name} with engine.name: {engine}",
-            f"{name} needs whole matrices, and {engine} gives the optimizer slices of them",
-            "use optimizer.name: adamw, or engine.name: ddp",
+            "flat_slices_are_not_matrices",
+            "engine.name",
+            f"optimizer.name: {name} with engine.name: deepspeed",
+            f"{name} looks at whole matrices, and ZeRO gives the optimizer slices of all weights in one row",
+            "use engine.name: fsdp2, which splits matrices by rows, or optimizer.name: adamw",
             "https://arxiv.org/abs/2502.16982" if name == "muon" else "https://arxiv.org/abs/1804.04235",
         )
 
 
-def split_states_are_not_quantised(recipe: Recipe, _: ModelShape | None, __: Situation) -> Iterator[Problem]:
-    """8-bit states are blocks with a scale each; a block across two ranks cannot be saved by parameter."""
-    name, engine = recipe.optimizer.name, recipe.engine.name
-    if engine in ("fsdp2", "deepspeed") and name.endswith("8bit"):
-        offload = "engine.fsdp2.cpu_offload: true" if engine == "fsdp2" else "offload_optimizer: cpu"
+def flat_states_are_not_quantised(recipe: Recipe, _: ModelShape | None, __: Situation) -> Iterator[Problem]:
+    """8-bit states are blocks with a scale each; in ZeRO's flat slices a block spans several parameters."""
+    name = recipe.optimizer.name
+    if recipe.engine.name == "deepspeed" and name.endswith("8bit"):
         yield Problem(
-            "split_states_are_not_quantised",
-            "optimizer.name",
-            f"optimizer.name: {name} with engine.name: {engine}",
-            "8-bit states come in blocks that do not end where shards do: no other number of ranks could load them",
-            f"use optimizer.name: adamw (with {offload} if states do not fit), or engine.name: ddp",
+            "flat_states_are_not_quantised",
+            "engine.name",
+            f"optimizer.name: {name} with engine.name: deepspeed",
+            "DeepSpeed reads and writes states parameter by parameter, and 8-bit blocks span several of them",
+            "use engine.name: fsdp2, or optimizer.name: adamw (with offload_optimizer: cpu if states do not fit)",
             "https://huggingface.co/docs/bitsandbytes/main/en/optimizers",
         )
 
 
-def offloaded_update_is_adam(recipe: Recipe, _: ModelShape | None, __: Situation) -> Iterator[Problem]:
-    """DeepSpeed's host update is its own vectorised AdamW."""
-    section, name = recipe.engine.deepspeed, recipe.optimizer.name
-    if recipe.engine.name == "deepspeed" and section.offload_optimizer != "none" and name != "adamw":
+def offloaded_states_are_not_paged(recipe: Recipe, _: ModelShape | None, __: Situation) -> Iterator[Problem]:
+    """Paging moves states between device and host; offloaded ones are in the host for good."""
+    section, name = recipe.engine.fsdp2, recipe.optimizer.name
+    if recipe.engine.name == "fsdp2" and section.cpu_offload and name == "paged_adamw_8bit":
         yield Problem(
-            "offloaded_update_is_adam",
+            "offloaded_states_are_not_paged",
             "optimizer.name",
-            f"optimizer.name: {name} with engine.deepspeed.offload_optimizer: {section.offload_optimizer}",
-            "the update on the host is DeepSpeedCPUAdam",
-            "use optimizer.name: adamw, or offload_optimizer: none",
+            "optimizer.name: paged_adamw_8bit with engine.fsdp2.cpu_offload: true",
+            "offloaded states are updated in host memory; there is nothing to page",
+            "use optimizer.name: adamw_8bit, or engine.fsdp2.cpu_offload: false",
+            "https://huggingface.co/docs/bitsandbytes/main/en/optimizers",
+        )
+
+
+def offloaded_update_is_adam_or_sgd(recipe: Recipe, _: ModelShape | None, __: Situation) -> Iterator[Problem]:
+    """The update on the host is DeepSpeed's own vectorised AdamW or torch's SGD; swapping to disk knows the first."""
+    section, name = recipe.engine.deepspeed, recipe.optimizer.name
+    if recipe.engine.name == "deepspeed" and section.offload_optimizer == "nvme" and name == "sgd":
+        yield Problem(
+            "offloaded_update_is_adam_or_sgd",
+            "optimizer.name",
+            f"optimizer.name: {name} with engine.deepspeed.offload_optimizer: nvme",
+            "DeepSpeed swaps the states of DeepSpeedCPUAdam",
+            "use optimizer.name: adamw, or offload_optimizer: cpu",
             "https://deepspeed.readthedocs.io/en/latest/optimizers.html",
         )
 
@@ -167,8 +180,9 @@ RULES = (
     nvme_offload_needs_stage_3,
     nvme_needs_a_folder,
     deepspeed_keeps_masters,
-    sharded_updates_are_elementwise,
-    split_states_are_not_quantised,
-    offloaded_update_is_adam,
+    flat_slices_are_not_matrices,
+    flat_states_are_not_quantised,
+    offloaded_states_are_not_paged,
+    offloaded_update_is_adam_or_sgd,
     batch_divides,
 )

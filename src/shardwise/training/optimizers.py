@@ -14,6 +14,9 @@ from torch import nn
 
 from shardwise.errors import MissingDependencyError
 from shardwise.recipe.schema import Optimizer as OptimizerSection
+from shardwise.training import eight_bit
+from shardwise.training.matrix_rules import Muon, ShardedAdafactor
+from shardwise.training.shards import Shards
 
 BUCKET_ELEMENTS = 2**26
 
@@ -29,19 +32,30 @@ def decays(name: str, shape: Sequence[int]) -> bool:
 
 
 def build_optimizer(
-    section: OptimizerSection, named: Sequence[tuple[str, torch.Tensor]], learning_rate: float
+    section: OptimizerSection,
+    named: Sequence[tuple[str, torch.Tensor]],
+    learning_rate: float,
+    compute_dtype: torch.dtype = torch.float32,
+    shards: Shards | None = None,
 ) -> torch.optim.Optimizer:
-    """One torch optimizer over `named` parameters, in two groups: with and without weight decay."""
+    """One torch optimizer over `named` parameters, in two groups: with and without weight decay.
+
+    Muon and 8-bit states are for some parameters only (`is_special`); the others get AdamW with fp32 states. A call
+    holds parameters of one kind. `shards`: how they are split; None: they are whole.
+    """
     groups = decay_groups(section, named)
     betas, eps = section.betas, section.eps
-    if section.name == "adamw":
-        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps, foreach=True)
+    special = all(is_special(section, n, _whole_shape(n, p, shards)) for n, p in named)
     if section.name == "sgd":
         return torch.optim.SGD(groups, lr=learning_rate, momentum=section.momentum, foreach=True)
     if section.name == "adafactor":
+        if shards is not None:
+            return ShardedAdafactor(groups, named, learning_rate, shards)
         return torch.optim.Adafactor(groups, lr=learning_rate)
-    if section.name == "muon":
-        return _muon(section, named, learning_rate)
+    if section.name == "muon" and special:
+        return Muon(named, learning_rate, section.weight_decay, section.momentum, compute_dtype, shards)
+    if section.name in ("adamw", "muon") or not special:
+        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps, foreach=True)
     try:
         import bitsandbytes as bnb
     except ImportError:
@@ -51,7 +65,7 @@ def build_optimizer(
             "pip install 'shardwise[qlora]'",
         ) from None
     kind = bnb.optim.PagedAdamW8bit if section.name.startswith("paged") else bnb.optim.AdamW8bit
-    return kind(groups, lr=learning_rate, betas=betas, eps=eps)
+    return kind(groups, lr=learning_rate, betas=betas, eps=eps, min_8bit_size=0)
 
 
 def decay_groups(
@@ -70,32 +84,24 @@ def orthogonalises(name: str, shape: Sequence[int]) -> bool:
     return len(shape) == 2 and not any(part in name for part in ("embed", "lm_head", "wte", "wpe"))
 
 
-def _muon(
-    section: OptimizerSection, named: Sequence[tuple[str, torch.Tensor]], learning_rate: float
-) -> torch.optim.Optimizer:
-    """Muon for one matrix, AdamW for anything else: a call holds parameters of one kind (see `Updater`).
+def is_special(section: OptimizerSection, name: str, shape: Sequence[int]) -> bool:
+    """Whether a parameter of this whole shape gets the rule that the recipe names, where AdamW has the others."""
+    if section.name == "muon":
+        return orthogonalises(name, shape)
+    if section.name.endswith("8bit"):
+        return torch.Size(shape).numel() >= eight_bit.SMALLEST
+    return False
 
-    Updates are scaled to AdamW's size (0.2 * sqrt(max(rows, columns)), arXiv:2502.16982), so that one
-    learning rate serves both.
-    """
-    if not all(orthogonalises(n, p.shape) for n, p in named):
-        groups = decay_groups(section, named)
-        return torch.optim.AdamW(groups, lr=learning_rate, betas=section.betas, eps=section.eps, foreach=True)
-    return torch.optim.Muon(
-        [p for _, p in named],
-        lr=learning_rate,
-        weight_decay=section.weight_decay,
-        momentum=section.momentum,
-        nesterov=True,
-        adjust_lr_fn="match_rms_adamw",
-    )
+
+def _whole_shape(name: str, param: torch.Tensor, shards: Shards | None) -> Sequence[int]:
+    return param.shape if shards is None else shards.shapes[name]
 
 
 class Updater:
     """Owns masters and optimizer of parameters that are whole on this rank (single, DDP) or shards (FSDP2).
 
     `masters` False: bf16 weights are updated in place (2 + 2 + 2 + 2 bytes of states).
-    `over_ranks` turns this rank's sum of squares into that of all shards.
+    `shards`: how they are split. `compute_dtype`: of the forward pass, where it is not the parameters'.
     """
 
     def __init__(
@@ -104,9 +110,10 @@ class Updater:
         section: OptimizerSection,
         learning_rate: float,
         accumulate: bool,
-        over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        shards: Shards | None = None,
+        compute_dtype: torch.dtype | None = None,
     ) -> None:
-        self.over_ranks = over_ranks
+        self.over_ranks = None if shards is None else shards.sum
         self.names = [name for name, _ in named]
         self.params = [p for _, p in named]
         low = section.master_weights and any(p.dtype != torch.float32 for p in self.params)
@@ -115,14 +122,17 @@ class Updater:
         if self.accumulate:
             for param, master in zip(self.params, self.masters, strict=True):
                 param.register_post_accumulate_grad_hook(_add_to(master))
-        split = [section.name == "muon" and orthogonalises(n, p.shape) for n, p in named]
+        split = [is_special(section, n, _whole_shape(n, p, shards)) for n, p in named]
         self.buckets = [
             [kind[k] for k in bucket]
             for kind in ([i for i, m in enumerate(split) if m == which] for which in (False, True))
             for bucket in _buckets([self.params[i].numel() for i in kind])
         ]
+        dtype = compute_dtype or next((p.dtype for p in self.params), torch.float32)
         self.optimizers = [
-            build_optimizer(section, [(self.names[i], self.masters[i]) for i in bucket], learning_rate)
+            build_optimizer(
+                section, [(self.names[i], self.masters[i]) for i in bucket], learning_rate, dtype, shards
+            )
             for bucket in self.buckets
         ]
 
@@ -178,7 +188,7 @@ class Updater:
 
     @torch.no_grad()
     def initialise(self) -> None:
-        """Make optimizer states that do not exist yet, by a step of length 0 on gradients of 0."""
+        """Make optimizer states that do not exist yet, by a step of length 0 on gradients of 0, not counted."""
         for bucket, optimizer in zip(self.buckets, self.optimizers, strict=True):
             if optimizer.state:
                 continue
@@ -191,23 +201,34 @@ class Updater:
             optimizer.step()
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
+            for state in optimizer.state.values():
+                if "step" in state:
+                    state["step"] = state["step"] * 0
             for i, grad in zip(bucket, before, strict=True):
                 self.masters[i].grad = grad
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
         """Parameter name -> its optimizer state (exp_avg, exp_avg_sq, step ...), made if there is none yet."""
         self.initialise()
-        return {
-            self.names[i]: dict(optimizer.state.get(self.masters[i], {}))
-            for bucket, optimizer in zip(self.buckets, self.optimizers, strict=True)
-            for i in bucket
-        }
-
-    def load_optimizer_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        found = {}
         for bucket, optimizer in zip(self.buckets, self.optimizers, strict=True):
             for i in bucket:
-                if state.get(self.names[i]):
-                    optimizer.state[self.masters[i]] = dict(state[self.names[i]])
+                state = optimizer.state.get(self.masters[i], {})
+                found[self.names[i]] = (
+                    eight_bit.numbers(state) if eight_bit.is_eight_bit(state) else dict(state)
+                )
+        return found
+
+    def load_optimizer_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take back what `optimizer_state` gave."""
+        self.initialise()
+        for bucket, optimizer in zip(self.buckets, self.optimizers, strict=True):
+            for i in bucket:
+                values, kept = state.get(self.names[i]), optimizer.state.get(self.masters[i], {})
+                if values and eight_bit.is_eight_bit(kept):
+                    eight_bit.take_numbers(kept, values)
+                elif values:
+                    optimizer.state[self.masters[i]] = dict(values)
 
 
 def global_norm(

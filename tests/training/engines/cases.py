@@ -27,6 +27,10 @@ class Case:
         return 2 if self.real else STEPS
 
     @property
+    def rate(self) -> float:
+        return float(self.optimizer.get("learning_rate", 1e-3))
+
+    @property
     def sections(self) -> dict[str, Any]:
         """For `toy.recipe`."""
         return {
@@ -60,6 +64,10 @@ def _zero(name: str, section: dict[str, Any], **options: Any) -> Case:
 
 
 BF16: dict[str, Any] = {"precision": "bf16", "loss": 5e-3, "weights": 5e-3}
+SGD = {"name": "sgd", "learning_rate": 0.1}
+# Not the same mathematics: a sum that rounds otherwise may be stored as the code beside, and blocks of 256 elements
+# begin where a shard begins.
+EIGHT_BIT = {"name": "adamw_8bit"}
 OFFLOAD = {"offload_optimizer": "cpu"}
 # Tiny weights all stay whole in stage 3 unless the threshold is 0.
 SPLIT = {"zero_stage": 3, "param_persistence_threshold": 0}
@@ -74,9 +82,12 @@ CASES = {
         _ddp("ddp-lora-dora", method="lora", lora={"dora": True}),
         _ddp("ddp-qlora", method="qlora"),
         _ddp("ddp-full-checkpointing", training={"activation_checkpointing": "full", "loss": "full"}),
-        # Newton-Schulz runs in bf16: rounding differences of the sum over ranks grow a thousandfold in it.
         _ddp("ddp-lora-smollm2", method="lora", real=True),
-        _ddp("ddp-full-muon", optimizer={"name": "muon"}, loss=1e-4, weights=1e-3),
+        _ddp("ddp-full-sgd", optimizer=SGD),
+        _ddp("ddp-full-adafactor", optimizer={"name": "adafactor"}),
+        _ddp("ddp-full-muon", optimizer={"name": "muon"}),
+        _ddp("ddp-full-muon-bf16", optimizer={"name": "muon"}, **BF16),
+        _ddp("ddp-full-8bit", optimizer=EIGHT_BIT, weights=1e-3),
     ),
     "fsdp2": (
         _fsdp2("fsdp2-full"),
@@ -91,6 +102,11 @@ CASES = {
         _fsdp2("fsdp2-qlora", method="qlora"),
         _fsdp2("fsdp2-lora-smollm2", method="lora", real=True),
         _fsdp2("fsdp2-lora-dora", method="lora", lora={"dora": True}),
+        _fsdp2("fsdp2-full-sgd", optimizer=SGD),
+        _fsdp2("fsdp2-full-adafactor", optimizer={"name": "adafactor"}),
+        _fsdp2("fsdp2-full-muon", optimizer={"name": "muon"}),
+        _fsdp2("fsdp2-full-muon-bf16-offload", {"cpu_offload": True}, optimizer={"name": "muon"}, **BF16),
+        _fsdp2("fsdp2-full-8bit", optimizer=EIGHT_BIT, loss=5e-4, weights=5e-3),
     ),
     "deepspeed": (
         _zero("zero1-full", {"zero_stage": 1}),
@@ -107,5 +123,7 @@ CASES = {
         _zero("zero2-qlora", {"zero_stage": 2}, method="qlora"),
         _zero("zero3-lora-smollm2", {"zero_stage": 3}, method="lora", real=True),
         _zero("zero3-lora-dora", SPLIT, method="lora", lora={"dora": True}),
+        _zero("zero2-full-sgd", {"zero_stage": 2}, optimizer=SGD),
+        _zero("zero3-full-sgd-offload", {**SPLIT, **OFFLOAD, "offload_parameters": "cpu"}, optimizer=SGD),
     ),
 }

@@ -30,7 +30,7 @@ from shardwise.training.export.write import export
 from shardwise.training.model import LossModel, ModelFolder, prepare_for_training
 
 CPU = torch.device("cpu")
-RATE, NORM = 1e-3, 0.5
+NORM = 0.5
 deepspeed_config.SUB_GROUP = 10_000  # several groups even in a tiny model
 
 
@@ -47,14 +47,14 @@ def reference(case: Case, folder: Path) -> dict[str, Any]:
     assert isinstance(engine, SingleEngine)
     start = toy.weights(engine)
     before = toy.evaluate(engine)
-    trace = toy.train(engine, range(case.steps), RATE, NORM)
+    trace = toy.train(engine, range(case.steps), case.rate, NORM)
     return {
         "trace": trace,
         "start": start,
         "before": before,
         "after": toy.evaluate(engine),
         "weights": toy.weights(engine),
-        "short": toy.train_step(engine, toy.micro_batches(case.steps, 1, 0)[:2], RATE, NORM),
+        "short": toy.train_step(engine, toy.micro_batches(case.steps, 1, 0)[:2], case.rate, NORM),
         "bytes": toy.held_bytes(engine),
     }
 
@@ -71,9 +71,9 @@ def run_case(case: Case, root: Path, ranks: Ranks, references: dict[str, Any]) -
     found: dict[str, Any] = {"start": toy.weights(engine)}
     found["before"] = toy.evaluate(engine)
     watch = checks.watch_gradients(engine)
-    trace = toy.train(engine, range(2), RATE, NORM)
+    trace = toy.train(engine, range(2), case.rate, NORM)
     found["without_gradient"] = watch.finish()
-    rest = toy.train(engine, range(2, case.steps), RATE, NORM)
+    rest = toy.train(engine, range(2, case.steps), case.rate, NORM)
     trace.losses += rest.losses
     trace.norms += rest.norms
     found |= {"trace": trace, "after": toy.evaluate(engine), "weights": toy.weights(engine)}
@@ -84,7 +84,7 @@ def run_case(case: Case, root: Path, ranks: Ranks, references: dict[str, Any]) -
     path = save(run, engine, case.steps, {}, keep=1).path
     target = export(run, engine, ModelFolder(model, toy.recipe(**case.sections)))
     found["short"] = toy.train_step(
-        engine, toy.micro_batches(case.steps, ranks.world_size, ranks.rank)[:1], RATE, NORM
+        engine, toy.micro_batches(case.steps, ranks.world_size, ranks.rank)[:1], case.rate, NORM
     )
     with engine.gathered(), torch.no_grad():
         engine.module.eval()
@@ -95,7 +95,7 @@ def run_case(case: Case, root: Path, ranks: Ranks, references: dict[str, Any]) -
     load(path, again)
     found["reloaded"] = toy.evaluate(again)
     found["short_again"] = toy.train_step(
-        again, toy.micro_batches(case.steps, ranks.world_size, ranks.rank)[:1], RATE, NORM
+        again, toy.micro_batches(case.steps, ranks.world_size, ranks.rank)[:1], case.rate, NORM
     )
     again.close()
     if ranks.rank != 0:
@@ -167,8 +167,8 @@ def main(engine: str, root: Path) -> None:
     ranks = Ranks(*(int(os.environ[k]) for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
     dist.init_process_group("gloo")
     results, references = {}, {}  # type: ignore[var-annotated]
-    only = os.environ.get("ONLY", "")
-    for case in (c for c in CASES[engine] if only in c.name):
+    only = os.environ.get("ONLY", "").split(",")
+    for case in (c for c in CASES[engine] if any(part in c.name for part in only)):
         try:
             results[case.name] = run_case(case, root, ranks, references)
         except Exception:

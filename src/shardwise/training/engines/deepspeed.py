@@ -294,7 +294,7 @@ def _import_deepspeed(device: torch.device) -> Any:
 def _optimizer(recipe: Recipe, named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     section = recipe.optimizer
     assert section.learning_rate != "auto"
-    if recipe.engine.deepspeed.offload_optimizer == "none":
+    if recipe.engine.deepspeed.offload_optimizer == "none" or section.name == "sgd":
         return build_optimizer(section, named, section.learning_rate)
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 

@@ -69,7 +69,7 @@ def deepspeed_config(
             "use_gds": False,
         },
         "zero_allow_untested_optimizer": True,  # ours is given as an object, see engines.deepspeed
-        "zero_force_ds_cpu_optimizer": True,
+        "zero_force_ds_cpu_optimizer": optimizer.name == "adamw",
         "steps_per_print": 10**9,
         "wall_clock_breakdown": False,
         "memory_breakdown": False,
