@@ -314,9 +314,6 @@ class Recipe(Section):
     run: Run = _help("where the run leaves its files", Run())
     launch: Launch = _help("how shardwise launch starts it elsewhere", Launch())
 
-    @model_validator(mode="before")
-    @classmethod
-    def _short_forms(cls, value: Any) -> Any:
     @model_validator(mode="after")
     def _stream_with_an_end(self) -> "Recipe":
         if self.data.streaming and self.training.max_steps is None and self.training.max_tokens is None:
@@ -326,6 +323,9 @@ class Recipe(Section):
             )
         return self
 
+    @model_validator(mode="before")
+    @classmethod
+    def _short_forms(cls, value: Any) -> Any:
         """`model: NAME`, `data: FILE` and `engine: NAME` stand for the section with that one key."""
         if not isinstance(value, dict):
             return value
