@@ -268,5 +268,10 @@ def _program(text: Mapping[str, str]) -> Program:
         fp32_adapters=adapters
         and not (kernels and text.get("method") == "qlora")
         and text.get("source", "") not in _OWN_LORA,
+        # PEFT's wrapping policy for FSDP makes a unit of every adapter matrix
+        adapter_units=adapters and "FSDP1" in text["sharding"] and text.get("source", "") not in _OWN_LORA,
+        engine=text.get("sharding_norm", "") if text["sharding"].startswith("ZeRO") else "",
+        paged="Paged" in text.get("optimizer", ""),
+        autocast="autocast" in text.get("precision", ""),
         fp32_residual="fp32 upcast" in dtype or (dtype == "fp32" and "autocast" in text.get("precision", "")),
     )

@@ -163,3 +163,54 @@ def test_mfu_counts_needed_flops_against_the_dense_peak() -> None:
 
 def test_compiled_layers_move_fewer_bytes() -> None:
     assert part(speed(compile=True), "element-wise") < 0.6 * part(speed(), "element-wise")
+
+
+def launch(**changes: Any) -> float:
+    tiny = {"micro_batch_size": 1, "sequence_length": 64, "world_size": 2, "gpus_per_node": 2}
+    return part(speed("HuggingFaceTB/SmolLM2-135M", **(tiny | changes)), "waiting for the host")
+
+
+def test_hooks_of_an_engine_cost_the_host_per_tensor_and_unit() -> None:
+    """Measured surplus: ZeRO-3's hooks the most, ZeRO-2's the least of those that hook at all."""
+    ddp, zero2, fsdp2, zero3 = (launch(sharding=s) for s in ("ddp", "zero2", "fsdp2", "zero3"))
+    assert ddp < zero2 < fsdp2 < zero3
+    assert launch(sharding="zero1") == zero2
+
+
+def test_adapters_wrapped_one_by_one_cost_more_than_whole_layers() -> None:
+    stack = replace(BASE, method="lora", micro_batch_size=1, sequence_length=256)
+    layers = estimate_speed(shape(), A100, stack)
+    units = estimate_speed(shape(), A100, stack, Program(adapter_units=True))
+    assert units.step_seconds > 1.5 * layers.step_seconds
+
+
+def test_a_program_may_keep_zero_on_one_gpu() -> None:
+    stack = replace(BASE, sharding="single", world_size=1, gpus_per_node=1, sequence_length=256)
+    kept = estimate_speed(shape(), A100, stack, Program(engine="zero3"))
+    assert kept.step_seconds > estimate_speed(shape(), A100, stack).step_seconds
+
+
+def test_zero3_fetches_a_huge_layer_late_and_again() -> None:
+    """A layer of 0.9 B parameters leaves little of 1e9 live ones for the next: gathers are hardly hidden."""
+    big = replace(BASE, sharding="zero3", activation_checkpointing="full", micro_batch_size=1)
+    of = shape("meta-llama/Llama-3.1-70B")
+    few = estimate_speed(of, A100, big)
+    many = estimate_speed(of, A100, replace(big, max_live_parameters=4_000_000_000))
+    assert part(few, "communication") > 1.5 * part(many, "communication")
+
+
+def test_paged_states_that_find_room_cost_nothing_and_others_cross_pcie_twice() -> None:
+    fitting = speed(optimizer="paged_adamw_8bit")
+    assert part(fitting, "offload") == 0
+    crowded = speed("meta-llama/Llama-3.1-70B", optimizer="paged_adamw_8bit", micro_batch_size=1)
+    states = 2 * shape("meta-llama/Llama-3.1-70B").total_parameters / 8
+    seconds = 2 * states / (A100.pcie.bytes_per_second * 0.7)
+    assert part(crowded, "offload") == pytest.approx(seconds, rel=0.05)
+
+
+def test_a_softmax_under_autocast_moves_more_bytes() -> None:
+    stack = replace(BASE, attention="eager")
+    plain = estimate_speed(shape(), A100, stack)
+    assert part(estimate_speed(shape(), A100, stack, Program(autocast=True)), "attention") > 1.15 * part(
+        plain, "attention"
+    )

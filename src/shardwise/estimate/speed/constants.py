@@ -21,6 +21,11 @@ OPS_PER_LAYER = 45  # operations of one eager decoder layer's forward; its backw
 OPS_PER_ADAPTER = 8  # of one LoRA matrix's forward
 OPS_PER_DEQUANTISED = 3
 OPS_PER_EXPERT = 16  # a looped expert's forward
+# What engines add per micro-batch (see hooks.py): per FSDP unit and per tensor in it; per tensor ZeRO-3 gathers and
+# pass; per trained tensor that ZeRO-1 and ZeRO-2 copy into a bucket.
+OPS_PER_UNIT, OPS_PER_SHARD = 130, 12
+OPS_PER_GATHERED = 16
+OPS_PER_BUCKETED = 15
 COMPILED_OPS = 0.3  # share of these that remain in a compiled layer
 NVLINK, PCIE, NETWORK = 0.75, 0.70, 0.80  # share of a link's rate that NCCL's large messages reach
 # Cards without peer-to-peer access (GeForce since 2020): every byte crosses the host's memory twice.

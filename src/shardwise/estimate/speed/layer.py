@@ -9,6 +9,7 @@ from functools import lru_cache
 from math import hypot
 
 from shardwise.estimate.speed import constants as c
+from shardwise.estimate.speed.hooks import Engine, engine_of, hook_operations
 from shardwise.estimate.stack import Stack
 from shardwise.facts.gpus import Gpu
 from shardwise.facts.model import ModelShape
@@ -21,7 +22,10 @@ class Program:
     checkpointed: the share of layers recomputed under full checkpointing. fused: "kernels" for norms and rotary
     embeddings, "all" for activations and residual sums too. experts: "grouped" (one kernel for all) or "looped"
     (each a linear layer of its own, which 4-bit loading quantises too). fp32_adapters: on a bf16 base.
-    fp32_residual: norms and the residual stream in fp32 (4-bit models prepared the usual way).
+    fp32_residual: norms and the residual stream in fp32 (4-bit models prepared the usual way). adapter_units: FSDP
+    wraps every adapter matrix on its own. engine: the ZeRO stage of a program that uses one on a single rank.
+    autocast: layers run under autocast, which computes a softmax that is written out in fp32. paged: optimizer states
+    move to the host when the device is full.
     """
 
     checkpointed: float = 1.0
@@ -29,6 +33,10 @@ class Program:
     experts: str = "grouped"
     fp32_adapters: bool = False
     fp32_residual: bool = False
+    adapter_units: bool = False
+    engine: str = ""
+    autocast: bool = False
+    paged: bool = False
 
 
 OURS = Program()
@@ -76,6 +84,7 @@ def micro_batch_work(
     attention: str,
     compiled: bool,
     program: Program,
+    engine: Engine,
 ) -> Work:
     """One rank's work for `tokens` tokens in sequences of `sequence`."""
     shape = shape_key.shape
@@ -108,9 +117,9 @@ def micro_batch_work(
 
     attention_flops = _attention_flops(shape, tokens, sequence)
     forward, backward = _attention_seconds(shape, attention_flops, tokens, sequence, capability, speed / share,
-                                           stream, attention, size)  # fmt: skip
-    again = _again(checkpointing, program, keeps_attention=True)
-    attention_total = forward * (1 + again) + backward
+                                           stream, attention, size, program.autocast)  # fmt: skip
+    kept = _again(checkpointing, program, keeps_attention=True)
+    attention_total = forward * (1 + kept) + backward
     needed += 3 * attention_flops
 
     compiled = compiled or program.fused == "all"
@@ -126,7 +135,11 @@ def micro_batch_work(
         quantised = shape.quantised_parameters + (expert if program.experts == "looped" else 0)
         dequantise = uses * quantised / c.DEQUANTISED_PER_SECOND
 
-    launch = _operations(shape, method, targets, checkpointing, compiled, program) * op_seconds
+    looped = program.experts == "looped"
+    again = _again(checkpointing, program)
+    operations = _operations(shape, method, targets, checkpointing, compiled, program)
+    operations += hook_operations(shape, engine, method, targets, again, looped, program.adapter_units)
+    launch = operations * op_seconds
     return Work(
         matrix=matrix,
         attention=attention_total,
@@ -169,7 +182,7 @@ def work_of(key: ShapeKey, gpu: Gpu, stack: Stack, program: Program = OURS) -> W
     return micro_batch_work(
         key, gpu_key, stack.method, stack.lora_rank, stack.lora_targets, stack.tokens_per_micro_batch,
         stack.sequence_length, stack.activation_checkpointing, stack.precision, stack.attention, stack.compile,
-        program,
+        program, engine_of(stack, program.engine),
     )  # fmt: skip
 
 
@@ -235,15 +248,17 @@ def _attention_seconds(
     stream: float,
     kind: str,
     size: int,
+    autocast: bool,
 ) -> tuple[float, float]:
     """Seconds of all layers' attention cores, forward and backward."""
     width = shape.num_attention_heads * shape.head_dim
     kv = shape.num_key_value_heads * shape.head_dim
     traffic = tokens * (2 * width + 2 * kv) * size * shape.num_hidden_layers / stream
     if kind == "eager":
-        # scores, mask, softmax in fp32 and back: about 5 reads and writes of S x S per head; dense, not causal
+        # Dense, not causal. Reads and writes per score: product 2, scaling 4, mask 4, softmax to fp32 6, back 6,
+        # product 2; under autocast the softmax's input is cast in a kernel of its own.
         square = tokens * sequence * shape.num_attention_heads * shape.num_hidden_layers
-        forward = 2 * flops / peak / 0.5 + square * 20 / stream
+        forward = 2 * flops / peak / 0.5 + square * (32 if autocast else 24) / stream
         return forward + traffic, 2 * forward + 2 * traffic
     newer = c.ATTENTION_NEWER if capability in ("9.0", "10.0", "10.3") else 1.0
     if capability == "cpu":

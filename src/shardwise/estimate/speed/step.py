@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
+from shardwise.estimate.memory.formula import estimate_memory
 from shardwise.estimate.speed import constants as c
 from shardwise.estimate.speed.collectives import Group, group
 from shardwise.estimate.speed.layer import OURS, Program, ShapeKey, Work, work_of
@@ -55,6 +56,7 @@ def estimate_speed(shape: ModelShape, gpu: Gpu, stack: Stack, program: Program =
     compute = work.seconds * micro_batches
     exposed = _communication(shape, gpu, stack, work, program)
     update, moved = _update(shape, gpu, stack)
+    moved += _paging(shape, gpu, stack, program)
     step = compute + exposed + update + moved
     tokens = stack.tokens_per_micro_batch * micro_batches * stack.world_size
     per_gpu = tokens / stack.world_size / step
@@ -130,11 +132,12 @@ def _communication(shape: ModelShape, gpu: Gpu, stack: Stack, work: Work, progra
     shard = group(gpu, stack.dp_shard, stack.gpus_per_node)
     layers = shape.num_hidden_layers
     gather = shard.gather_seconds(_layer_bytes(shape, stack))
-    gathers_backward = 1 if stack.sharding == "zero3" or stack.reshard_after_forward else 0
+    gathers_backward, hidden = _gathers_backward(shape, stack), _prefetched(shape, stack)
     scatter = shard.gather_seconds(_gradient_bytes(stack) * trained / layers)
     per_layer_forward, per_layer_backward = forward / layers, backward / layers
     talk_forward, talk_backward = gather, gather * gathers_backward + scatter
-    exposed = _exposed(talk_forward, per_layer_forward) + _exposed(talk_backward, per_layer_backward)
+    exposed = _exposed(talk_forward, per_layer_forward, hidden)
+    exposed += _exposed(talk_backward, per_layer_backward, hidden)
     root = shard.gather_seconds(size * (shape.total_parameters - layers * shape.layer_parameters))
     total = micro * (layers * exposed + root + gather)
     if stack.dp_replicate > 1:
@@ -144,9 +147,33 @@ def _communication(shape: ModelShape, gpu: Gpu, stack: Stack, work: Work, progra
     return total
 
 
-def _exposed(talk: float, compute: float) -> float:
-    """Seconds of a collective that `compute` seconds beside it do not hide."""
-    return max(talk - compute, (1 - c.OVERLAP) * talk)
+def _exposed(talk: float, compute: float, ahead: float = 1.0) -> float:
+    """Seconds of a collective that `compute` seconds beside it do not hide. `ahead`: the share issued early."""
+    return max(talk - ahead * compute, (1 - ahead * c.OVERLAP) * talk)
+
+
+def _gathers_backward(shape: ModelShape, stack: Stack) -> float:
+    """How often a layer is gathered again for its recomputation and backward.
+
+    FSDP2 keeps a layer between the two. ZeRO-3 frees a parameter after each use unless it is needed again within
+    max_reuse_distance parameters (as many as max_live_parameters here); in a recomputed layer of P parameters
+    that distance runs from 0 to 2 P.
+    """
+    if stack.sharding != "zero3":
+        return 1.0 if stack.reshard_after_forward else 0.0
+    if stack.activation_checkpointing != "full":
+        return 1.0
+    return 2.0 - min(1.0, stack.max_live_parameters / (2 * shape.layer_parameters))
+
+
+def _prefetched(shape: ModelShape, stack: Stack) -> float:
+    """Share of a layer that is gathered while the one before computes.
+
+    ZeRO-3 stops fetching at max_live_parameters, which one layer of the largest models already fills.
+    """
+    if stack.sharding != "zero3":
+        return 1.0
+    return min(1.0, max(0.0, stack.max_live_parameters / shape.layer_parameters - 1))
 
 
 def _gradient_bytes(stack: Stack) -> int:
@@ -175,6 +202,19 @@ def _update(shape: ModelShape, gpu: Gpu, stack: Stack) -> tuple[float, float]:
         return 0.0, moved
     bytes_per_element = 8 if "8bit" in stack.optimizer else 30
     return local * bytes_per_element / stream + 2e-3, moved
+
+
+def _paging(shape: ModelShape, gpu: Gpu, stack: Stack, program: Program) -> float:
+    """Seconds that a paged optimizer's states need to come and go over PCIe: those that find no room.
+
+    Managed memory is fetched ahead page by page (cudaMemPrefetchAsync, as bitsandbytes does), at PCIe's rate.
+    """
+    if not (stack.optimizer.startswith("paged") or program.paged) or gpu.kind != "cuda":
+        return 0.0
+    memory = estimate_memory(shape, stack)
+    over = memory.allocated_bytes + memory.fixed_bytes - gpu.usable_bytes
+    paged = min(max(0, over), memory.term("optimizer"))
+    return 2 * paged / (gpu.pcie.bytes_per_second * c.PCIE)
 
 
 def spread(
