@@ -2,6 +2,7 @@
 
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -207,7 +208,17 @@ def _ended(found: "Submission", seen: "Seen") -> int:
     if path.is_file():
         click.echo(f"--- {path}", err=True)
         click.echo("\n".join(submission.tail(path)), err=True)
+    elif run is None:
+        _say_remote_log(found)
     return code
+
+
+def _say_remote_log(found: "Submission") -> None:
+    from shardwise.errors import ShardwiseError
+    from shardwise.launch import submission
+
+    with suppress(ShardwiseError):  # it is told how the run ended already
+        click.echo(submission.remote_log(found, submission.TAIL_LINES), err=True, nl=False)
 
 
 @click.command()
@@ -284,6 +295,9 @@ def logs(name: str, rank: int | None, lines: int, folder: Path) -> None:
         wanted = [p for p in paths if not p.name.startswith("rank-") or p.name == "rank-0.log"]
     else:
         wanted = [p for p in paths if p.name == f"rank-{rank}.log"]
+    if not wanted and rank is None and found.run is None and (text := submission.remote_log(found, lines)):
+        click.echo(text, nl=False)
+        return
     if not wanted:
         names = ", ".join(p.name for p in paths) or "none yet"
         raise UsageError(f"'{name}' has no such log", f"there are: {names}", f"look into {found.folder}")

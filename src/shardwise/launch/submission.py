@@ -244,6 +244,12 @@ def _rank(path: Path) -> int:
     return int(number) if number.isdigit() else 0
 
 
+def remote_log(found: Submission, lines: int) -> str:
+    """What the scheduler keeps of a run whose folder cannot be seen from here; empty where it keeps nothing."""
+    read = getattr(target(found.target), "log", None)
+    return str(read(found.job_id, lines)) if read is not None else ""
+
+
 def tail(path: Path, lines: int = TAIL_LINES) -> list[str]:
     """The last lines of a log."""
     with path.open("rb") as file:

@@ -231,6 +231,9 @@ class Kubernetes(Section):
     mount: str = _help("where the claim is mounted; relative paths of the recipe start there", "/workspace")
     secret: str | None = _help("Secret that holds the variables of launch.environment", None)
     node_selector: dict[str, str] = _help("labels the nodes must have", {})
+    limits: dict[str, str] = _help(
+        "limits of every node's container beside its GPUs, such as rdma/ib: '1' or memory: 200Gi", {}
+    )
 
 
 class Ray(Section):

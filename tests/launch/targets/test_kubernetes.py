@@ -1,8 +1,8 @@
-"""Kubernetes manifests pass three layers, and each layer catches a planted mistake.
+"""Kubernetes manifests pass three layers, and each layer catches a mistake that both others let through.
 
-1. JSON Schemas of the API's own models, made strict: no unknown field anywhere.
-2. Those models themselves (package kubeflow-trainer-api), which check types.
-3. kubernetes-validate on the Job inside a JobSet.
+1. The CustomResourceDefinitions kept in `schemas`, made strict: no unknown field, no value out of bounds.
+2. The API's own models (package kubeflow-trainer-api), which also know the metadata that definitions leave open.
+3. kubernetes-validate on the ConfigMap, the Job inside a JobSet and the pods of a TrainJob.
 """
 
 import sys
@@ -13,13 +13,15 @@ import pytest
 from ruamel.yaml import YAML
 
 sys.path.insert(0, str(Path(__file__).parent))
+import crd
 from made import launched
 
 from shardwise.errors import RecipeError
 from shardwise.launch.targets import kubernetes
 
 models = pytest.importorskip("kubeflow_trainer_api.models", reason="needs the package kubeflow-trainer-api")
-jsonschema = pytest.importorskip("jsonschema", reason="needs the package jsonschema")
+pytest.importorskip("jsonschema", reason="needs the package jsonschema")
+pytest.importorskip("kubernetes_validate", reason="needs the package kubernetes-validate")
 
 KINDS = ("trainjob", "jobset")
 GPUS = {"gpus": "8xH100-80GB", "fabric": "infiniband", "environment": ["HF_TOKEN"]}
@@ -36,35 +38,50 @@ def model(kind: str) -> Any:
     return models.TrainerV1alpha1TrainJob if kind == "trainjob" else models.JobsetV1alpha2JobSet
 
 
-def strict_schema(kind: str) -> dict[str, Any]:
-    """The model's JSON Schema with unknown fields refused wherever fields are listed."""
-    schema: dict[str, Any] = model(kind).model_json_schema(by_alias=True)
-    for name in schema["$defs"]:
-        if name.endswith(("ResourceQuantity", "IntOrString")):  # written as a string or a number
-            schema["$defs"][name] = {"type": ["string", "number"]}
-    for part in (schema, *schema["$defs"].values()):
-        if "properties" in part:
-            part["additionalProperties"] = False
-    return schema
+def first_env(kind: str, job: Any) -> Any:
+    if kind == "trainjob":
+        return job["spec"]["trainer"]["env"]
+    return inner(job)["spec"]["template"]["spec"]["containers"][0]["env"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_strict_schema_accepts_ours_and_catches_an_unknown_field(kind: str, tmp_path: Path) -> None:
+def test_the_definition_accepts_ours_and_catches_a_misspelt_field(kind: str, tmp_path: Path) -> None:
     _, job = manifest(tmp_path, kind)
-    jsonschema.validate(job, strict_schema(kind))
+    crd.check(kind, job)
     spec = job["spec"]["trainer"] if kind == "trainjob" else job["spec"]["failurePolicy"]
     spec["numNode" if kind == "trainjob" else "maxRestart"] = 2
-    with pytest.raises(jsonschema.ValidationError, match=r"numNode|maxRestart"):
-        jsonschema.validate(job, strict_schema(kind))
+    assert model(kind).from_dict(job), "the API's models drop it without a word"
+    with pytest.raises(crd.Mistake, match=r"numNode|maxRestart"):
+        crd.check(kind, job)
+
+
+def test_the_definition_catches_what_types_alone_allow(tmp_path: Path) -> None:
+    _, job = manifest(tmp_path, "jobset")
+    job["spec"]["failurePolicy"]["rules"][0]["action"] = "FailJob"
+    assert models.JobsetV1alpha2JobSet.from_dict(job), "the API's models take any string"
+    with pytest.raises(crd.Mistake, match=r"FailJob"):
+        crd.check("jobset", job)
+    _, job = manifest(tmp_path, "trainjob")
+    job["spec"]["runtimePatches"][0]["manager"] = ""
+    with pytest.raises(crd.Mistake, match="manager"):
+        crd.check("trainjob", job)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_api_models_accept_ours_and_catch_a_wrong_type(kind: str, tmp_path: Path) -> None:
+def test_the_definition_catches_a_variable_given_twice(kind: str, tmp_path: Path) -> None:
+    _, job = manifest(tmp_path, kind)
+    first_env(kind, job).append({"name": "HF_TOKEN", "value": "x"})
+    with pytest.raises(crd.Mistake, match="HF_TOKEN"):
+        crd.check(kind, job)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_models_accept_ours_and_catch_a_label_that_is_no_string(kind: str, tmp_path: Path) -> None:
     _, job = manifest(tmp_path, kind)
     assert model(kind).from_dict(job).metadata.name == "demo"
-    spec = job["spec"]["trainer"] if kind == "trainjob" else job["spec"]["failurePolicy"]
-    spec["numNodes" if kind == "trainjob" else "maxRestarts"] = "2"
-    with pytest.raises(ValueError, match=r"numNodes|maxRestarts"):
+    job["metadata"]["labels"] = {"team": 7}
+    crd.check(kind, job)  # a definition says of metadata only that it is an object
+    with pytest.raises(ValueError, match="team"):
         model(kind).from_dict(job)
 
 
@@ -74,18 +91,23 @@ def inner(job: Any) -> dict[str, Any]:
 
 
 def test_kubernetes_validate_accepts_the_inner_job_and_catches_a_mistake(tmp_path: Path) -> None:
-    validate = pytest.importorskip("kubernetes_validate", reason="needs the package kubernetes-validate")
+    import kubernetes_validate as validate
+
     config_map, job = manifest(tmp_path, "jobset")
     validate.validate(config_map, "1.34", strict=True)
     whole = inner(job)
     validate.validate(whole, "1.34", strict=True)
+    config_map["data"]["steps"] = 5  # no custom resource: nobody else looks at it
+    with pytest.raises(validate.ValidationError, match="5"):
+        validate.validate(config_map, "1.34", strict=True)
     whole["spec"]["template"]["spec"]["containers"][0]["volumeMounts"][0]["mountpath"] = "/x"
     with pytest.raises(validate.ValidationError, match="mountpath"):
         validate.validate(whole, "1.34", strict=True)
 
 
 def test_pods_of_a_trainjob_are_valid(tmp_path: Path) -> None:
-    validate = pytest.importorskip("kubernetes_validate", reason="needs the package kubernetes-validate")
+    import kubernetes_validate as validate
+
     _, job = manifest(tmp_path, "trainjob")
     patch = job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]
     spec = patch["template"]["spec"]["template"]["spec"]

@@ -104,12 +104,19 @@ def test_a_refused_submission_leaves_nothing(tmp_path: Path, monkeypatch) -> Non
     assert not (tmp_path / "runs" / "launches" / "demo").exists()
 
 
-def test_network_variables_are_set_only_where_needed(tmp_path: Path) -> None:
-    def names(**launch) -> set[str]:
-        return {v.name for v in variables(launched(tmp_path, **launch).recipe)}
+def test_network_variables_are_set_only_where_needed_and_say_where_from(tmp_path: Path) -> None:
+    def found(**launch) -> dict[str, str]:
+        made = variables(launched(tmp_path, **launch).recipe)
+        assert all(v.reason and v.source for v in made)
+        return {v.name: v.value for v in made if not v.name.startswith("TORCH_")}
 
-    assert names() == set()
-    assert not {n for n in names(gpus="8xH100-80GB", nodes=1, fabric="infiniband") if n.startswith("NCCL_")}
-    assert "NCCL_NET" in names(gpus="8xH100-80GB", fabric="infiniband")
-    assert "NCCL_IB_DISABLE" in names(gpus="8xH100-80GB", fabric="ethernet")
-    assert names(interface="eth0") == {"GLOO_SOCKET_IFNAME"}
+    gpus = {"gpus": "8xH100-80GB"}
+    assert found() == found(**gpus) == found(**gpus, nodes=1, fabric="infiniband") == {}
+    assert found(**gpus, fabric="infiniband") == found(**gpus, fabric="roce") == {"NCCL_NET": "IB"}
+    assert found(**gpus, fabric="efa") == {"NCCL_NET": "AWS Libfabric"}
+    assert found(**gpus, fabric="ethernet") == {"NCCL_NET": "Socket"}
+    assert found(interface="eth0") == {"GLOO_SOCKET_IFNAME": "eth0"}
+    assert found(**gpus, interface="eth0")["NCCL_SOCKET_IFNAME"] == "=eth0"
+    assert found(cache="/scratch/c") == {
+        "HF_HOME": "/scratch/c/huggingface", "SHARDWISE_CACHE": "/scratch/c/shardwise",
+    }  # fmt: skip

@@ -1,5 +1,7 @@
 """SkyPilot task files: what they say, and, where SkyPilot is installed, that it reads them."""
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -33,16 +35,38 @@ def test_a_run_folder_that_would_be_lost_is_refused(tmp_path: Path) -> None:
     assert {"name": "b", "mode": "MOUNT_CACHED"} in one["file_mounts"].values()
 
 
-def test_sky_reads_the_task_and_catches_a_mistake(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    sky = pytest.importorskip("sky", reason="SkyPilot is not installed")
-    run = launched(tmp_path, gpus="8xH100-80GB", skypilot=VOLUME, environment=["HF_TOKEN"])
-    run.folder.mkdir(parents=True)
-    (run.folder / "recipe.yaml").write_text(run.recipe_text)
-    path = tmp_path / "task.yaml"
-    path.write_text(skypilot.render(run))
-    task = sky.Task.from_yaml(str(path))
-    assert task.num_nodes == 2
-    path.write_text(skypilot.render(run).replace("num_nodes", "num_node"))
-    with pytest.raises(Exception, match="num_node"):
-        sky.Task.from_yaml(str(path))
+SKY = Path(__file__).parents[3] / ".venv-sky" / "bin" / "python"
+READ = "import sys, sky\nfor path in sys.argv[1:]:\n    print(sky.Task.from_yaml(path))"
+
+
+def read_by_sky(*paths: Path, home: Path) -> "subprocess.CompletedProcess[str]":
+    """SkyPilot in an environment of its own: it pins click and others below ours."""
+    environment = {**os.environ, "HOME": str(home), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
+    return subprocess.run(
+        [SKY, "-c", READ, *paths], env=environment, text=True, capture_output=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.skipif(
+    not SKY.exists(), reason=f"SkyPilot is not installed in {SKY.parents[1]}: .ci/run does it"
+)
+def test_sky_itself_reads_the_tasks_and_catches_a_mistake(tmp_path: Path) -> None:
+    gpus = launched(
+        tmp_path, gpus="8xH100-80GB", skypilot=VOLUME, environment=["HF_TOKEN"], fabric="efa", preflight=True,
+        cache="/tmp/cache", setup=["nvidia-smi"],
+    )  # fmt: skip
+    bucket = launched(
+        tmp_path, nodes=1, skypilot={"bucket": "b", "infra": "aws/us-east-1", "use_spot": False}
+    )
+    paths = []
+    for number, run in enumerate((gpus, bucket)):
+        run.folder.mkdir(parents=True, exist_ok=True)
+        (run.folder / "recipe.yaml").write_text(run.recipe_text)
+        paths.append(tmp_path / f"{number}.yaml")
+        paths[-1].write_text(skypilot.render(run))
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(skypilot.render(gpus).replace("num_nodes", "num_node"))
+    done = read_by_sky(*paths, wrong, home=tmp_path)
+    assert done.stdout.count("nodes: 2") == 1 and "H100" in done.stdout, done.stderr
+    assert done.stdout.count("Task") == 2, "the two good ones are read"
+    assert done.returncode == 1 and "did you mean 'num_nodes'" in done.stderr

@@ -24,6 +24,9 @@ SPARE_SECONDS = 30  # of the grace period beyond what torchrun waits
 # Longest name that leaves room for what JobSet appends to pods (-node-0-123-abcde) within a label's 63.
 LONGEST_NAME = 43
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+# By their full names: other groups may have kinds of the same short one.
+RESOURCES = {"trainjob": "trainjobs.trainer.kubeflow.org", "jobset": "jobsets.jobset.x-k8s.io"}
+_LABEL = "jobset.sigs.k8s.io/jobset-name"  # of every pod; a TrainJob's JobSet has the TrainJob's name
 # The label JobSet gives every pod: a new number for each restart of the whole set.
 _ATTEMPT = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
 
@@ -33,7 +36,7 @@ def render(run: Launched) -> str:
     _check(run)
     launch = run.recipe.launch
     head = f"""# Run {comment(run.name)} on {comment(run.size)}. Written by: shardwise launch --on kubernetes
-# Submit it again with: kubectl apply -f {SCRIPT}
+# Submit it again with: kubectl create -f {SCRIPT}
 apiVersion: v1
 kind: ConfigMap
 metadata:
@@ -199,9 +202,14 @@ def _env(run: Launched, indent: int) -> str:
 
 
 def _resources(run: Launched, indent: int, key: str) -> str:
-    if run.recipe.launch.gpus is None:
+    limits = dict(run.recipe.launch.kubernetes.limits)
+    if run.recipe.launch.gpus is not None:
+        limits = {"nvidia.com/gpu": str(run.ranks_per_node), **limits}
+    if not limits:
         return ""
-    return f"{' ' * indent}{key}:\n{' ' * indent}  limits: {{nvidia.com/gpu: {run.ranks_per_node}}}\n"
+    pad = " " * indent
+    lines = "".join(f"{pad}    {yaml(name)}: {yaml(amount)}\n" for name, amount in limits.items())
+    return f"{pad}{key}:\n{pad}  limits:\n{lines}"
 
 
 def _grace(run: Launched, indent: int) -> str:
@@ -251,28 +259,56 @@ def _indent(text: str, indent: int) -> str:
 
 
 def submit(script: Path, run: Launched) -> str:
-    """kubectl apply; returns kind/namespace/name."""
-    _kubectl("apply", "--filename", str(script))
+    """kubectl create, once the server has checked all of it; returns kind/namespace/name."""
+    _kubectl("create", "--dry-run=server", "--filename", str(script))
+    _kubectl("create", "--filename", str(script))
     asked = run.recipe.launch.kubernetes
     return f"{asked.kind}/{asked.namespace}/{run.name}"
 
 
 def look(job_id: str) -> Seen:
-    """The job's last condition that is true."""
+    """The conditions of the job that are true; when it has ended, the worst exit code of its pods."""
     kind, namespace, name = job_id.split("/")
     query = "jsonpath={range .status.conditions[?(@.status=='True')]}{.type}{'\\n'}{end}"
-    word = _kubectl("get", kind, name, "--namespace", namespace, "--output", query).split()
-    if not word:
+    words = _kubectl("get", RESOURCES[kind], name, "--namespace", namespace, "--output", query).split()
+    if not words:
         return Seen("running", "no condition yet")
-    return Seen("ended" if word[-1] in ("Complete", "Completed", "Failed") else "running", word[-1].lower())
+    if any(word in ("Complete", "Completed") for word in words):
+        return Seen("ended", "completed", 0)
+    if "Failed" in words:
+        return Seen("ended", "failed", _worst_exit_code(namespace, name))
+    return Seen("waiting" if "Suspended" in words else "running", words[-1].lower())
+
+
+def _worst_exit_code(namespace: str, name: str) -> int:
+    """2 when a pod was refused, 75 when one stopped with the state saved and none failed, else 1."""
+    query = "jsonpath={range .items[*]}{.status.containerStatuses[*].state.terminated.exitCode}{'\\n'}{end}"
+    told = _kubectl(
+        "get", "pods", "--namespace", namespace, "--selector", f"{_LABEL}={name}", "--output", query
+    )
+    codes = {int(word) for word in told.split() if word.isdigit()} - {0}
+    return next((code for code in (2, 75) if codes == {code}), 1)
+
+
+def log(job_id: str, lines: int) -> str:
+    """The last lines of every pod, each with its pod's name in front."""
+    _, namespace, name = job_id.split("/")
+    return _kubectl(
+        "logs", "--namespace", namespace, "--selector", f"{_LABEL}={name}", "--tail", str(lines), "--prefix",
+        "--ignore-errors",
+    )  # fmt: skip
 
 
 def cancel(job_id: str, now: bool) -> None:
-    """Delete the job; its pods get the grace period to save unless `now`."""
+    """Delete the job; its pods get the grace period to save unless `now`. Its ConfigMap goes too."""
     kind, namespace, name = job_id.split("/")
-    _kubectl(
-        "delete", kind, name, "--namespace", namespace, *(["--grace-period=0", "--force"] if now else [])
-    )
+    _kubectl("delete", RESOURCES[kind], name, "--namespace", namespace, "--wait=false")
+    if now:
+        _kubectl(
+            "delete", "pods", "--namespace", namespace, "--selector", f"{_LABEL}={name}", "--grace-period=0",
+            "--force", "--wait=false",
+        )  # fmt: skip
+    _kubectl("delete", "configmap", name, "--namespace", namespace, "--ignore-not-found")
 
 
 def _kubectl(*arguments: str) -> str:

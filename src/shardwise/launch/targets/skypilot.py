@@ -1,9 +1,11 @@
 """SkyPilot: one task file; as a managed job it is recovered on another machine, where the run resumes."""
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
+from shardwise import __version__
 from shardwise.errors import MissingDependencyError, RecipeError, RunError
 from shardwise.facts.gpus import parse_offer
 from shardwise.launch.environment import variables
@@ -21,6 +23,7 @@ from shardwise.launch.targets.parts import (
 )
 
 SCRIPT = "task.yaml"
+SECONDS = 1800  # the first job of a person starts a controller first
 HOME = "/shardwise"  # on the machines: the recipe, its files, and runs
 # Where SkyPilot's catalogue spells a GPU in another way than ours (sky gpus list); the rest are the same.
 NAMES = {
@@ -63,11 +66,19 @@ resources:
 file_mounts:
   {HOME}/{RECIPE}: {yaml(run.folder / RECIPE)}
 {_mounts(run)}{_storage(run)}{_secrets(run)}setup: |
-  pip install 'shardwise[train,data]'
+  pip install {shell(_packages(run))}
 {setup}run: |
   head=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)   # the first node is the rendezvous
 {exports}  {command}
 """
+
+
+def _packages(run: Launched) -> str:
+    """What the machines install: the version that launches, with what the recipe needs."""
+    extras = ["train", "data"]
+    extras += ["qlora"] if run.recipe.method == "qlora" else []
+    extras += ["deepspeed"] if run.recipe.engine.name in ("deepspeed", "auto") else []
+    return f"shardwise[{','.join(extras)}]=={__version__}"
 
 
 def _resources(run: Launched) -> str:
@@ -116,9 +127,19 @@ def _secrets(run: Launched) -> str:
 
 
 def submit(script: Path, run: Launched) -> str:
-    """sky jobs launch, detached; returns the job's name."""
+    """sky jobs launch, which returns once the job is queued; returns the job's name.
+
+    Raises RecipeError for a secret that is not set here, RunError with sky's own words.
+    """
+    missing = [name for name in run.recipe.launch.environment if name not in os.environ]
+    if missing:
+        raise RecipeError(
+            f"launch.environment names {', '.join(missing)}, which is not set here",
+            "sky takes the values of secrets from this shell",
+            f"export {missing[0]}=... first, or take it out of launch.environment",
+        )
     secrets = [part for name in run.recipe.launch.environment for part in ("--secret", name)]
-    _sky("jobs", "launch", "--yes", "--detach-run", "--async", "--name", run.name, *secrets, str(script))
+    _sky("jobs", "launch", "--yes", "--detach-run", "--name", run.name, *secrets, str(script))
     return run.name
 
 
@@ -127,26 +148,36 @@ def look(job_id: str) -> Seen:
     mine = [j for j in found if j.get("job_name") == job_id]
     if not mine:
         return Seen("unknown", "not in the queue")
-    word = str(max(mine, key=lambda j: j.get("job_id", 0)).get("status", ""))
-    if word in ("PENDING", "SUBMITTED", "STARTING", "RECOVERING"):
-        return Seen("waiting", word.lower())
-    return Seen("running" if word in ("RUNNING", "CANCELLING") else "ended", word.lower().replace("_", " "))
+    status = str(max(mine, key=lambda j: j.get("job_id", 0)).get("status", ""))
+    word = status.lower().replace("_", " ")
+    if status in ("PENDING", "SUBMITTED", "STARTING", "RECOVERING"):
+        return Seen("waiting", word)
+    if status.startswith("FAILED") or status in ("SUCCEEDED", "CANCELLED"):
+        return Seen("ended", word, 0 if status == "SUCCEEDED" else 1)  # it does not tell the exit code
+    return Seen("running", word)
+
+
+def log(job_id: str, lines: int) -> str:
+    """The last lines of the job."""
+    return _sky("jobs", "logs", "--name", job_id, "--no-follow", "--tail", str(lines))
 
 
 def cancel(job_id: str, now: bool) -> None:
-    """Ends the managed job and its machines; SkyPilot has no softer way."""
-    _sky("jobs", "cancel", "--yes", "--name", job_id)
+    """Ends the managed job and its machines; unless `now`, what a bucket still caches is written back first."""
+    _sky("jobs", "cancel", "--yes", *([] if now else ["--graceful"]), "--name", job_id)
 
 
 def _sky(*arguments: str) -> str:
     try:
-        done = subprocess.run(["sky", *arguments], capture_output=True, text=True, check=False, timeout=300)
+        done = subprocess.run(
+            ["sky", *arguments], capture_output=True, text=True, check=False, timeout=SECONDS
+        )
     except FileNotFoundError:
         raise MissingDependencyError(
             "'sky' is not here", "it talks to the clouds", "pip install skypilot, or look with --dry-run"
         ) from None
     except subprocess.TimeoutExpired:
-        raise RunError("sky does not answer", "waited 300 s", "try: sky api status") from None
+        raise RunError("sky does not answer", f"waited {SECONDS} s", "try: sky api status") from None
     if done.returncode:
         raise RunError(f"sky {arguments[1]} failed", done.stderr.strip()[-2000:], "try: sky check")
     return done.stdout

@@ -1,0 +1,146 @@
+"""What is said to kubectl and sky, and what becomes of their answers: with stand-ins, no cluster."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from fakes import Fake
+from made import launched
+
+from shardwise.errors import RecipeError, RunError
+from shardwise.launch import submission
+from shardwise.launch.targets import kubernetes, skypilot
+
+CLAIM = {"claim": "work", "namespace": "team"}
+
+
+@pytest.fixture
+def kubectl(tmp_path: Path, monkeypatch) -> Fake:
+    return Fake(tmp_path, "kubectl", monkeypatch)
+
+
+@pytest.fixture
+def sky(tmp_path: Path, monkeypatch) -> Fake:
+    return Fake(tmp_path, "sky", monkeypatch)
+
+
+def test_a_manifest_is_checked_by_the_server_and_then_created(kubectl: Fake, tmp_path: Path) -> None:
+    found = submission.submit(launched(tmp_path, kubernetes=CLAIM), "kubernetes", None)
+    script = str(found.folder / "job.yaml")
+    assert kubectl.calls == [
+        ["create", "--dry-run=server", "--filename", script],
+        ["create", "--filename", script],
+    ]
+    assert found.job_id == "trainjob/team/demo"
+
+
+def test_a_manifest_that_the_server_refuses_leaves_nothing(kubectl: Fake, tmp_path: Path) -> None:
+    kubectl.answer("--dry-run=server", err='configmaps "demo" already exists', code=1)
+    run = launched(tmp_path, kubernetes=CLAIM)
+    with pytest.raises(RunError) as refused:
+        submission.submit(run, "kubernetes", None)
+    assert "already exists" in refused.value.why and len(kubectl.calls) == 1 and not run.folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("conditions", "pods", "state", "code"),
+    [
+        ("", "", "running", None),
+        ("Suspended", "", "waiting", None),
+        ("StartupPolicyCompleted", "", "running", None),
+        ("Completed\nStartupPolicyCompleted", "", "ended", 0),
+        ("Failed", "0\n2\n2\n", "ended", 2),
+        ("Failed", "75 \n75\n", "ended", 75),
+        ("Failed", "1\n75\n", "ended", 1),
+    ],
+)
+def test_a_jobs_state_and_exit_code(kubectl: Fake, conditions, pods, state, code) -> None:
+    kubectl.answer("get", "jobsets.jobset.x-k8s.io", "demo", out=conditions)
+    kubectl.answer("get", "pods", "jobset.sigs.k8s.io/jobset-name=demo", out=pods)
+    seen = kubernetes.look("jobset/team/demo")
+    assert (seen.state, seen.exit_code) == (state, code)
+    assert all(call[call.index("--namespace") + 1] == "team" for call in kubectl.calls)
+
+
+def test_a_job_is_cancelled_with_time_to_save_or_at_once(kubectl: Fake) -> None:
+    kubernetes.cancel("trainjob/team/demo", now=False)
+    soft = kubectl.calls
+    assert soft[0] == [
+        "delete",
+        "trainjobs.trainer.kubeflow.org",
+        "demo",
+        "--namespace",
+        "team",
+        "--wait=false",
+    ]
+    assert not any("--force" in call for call in soft)
+    kubernetes.cancel("trainjob/team/demo", now=True)
+    (forced,) = [call for call in kubectl.calls if "--force" in call]
+    assert forced[:2] == ["delete", "pods"] and "--grace-period=0" in forced
+
+
+def test_logs_of_a_run_whose_folder_is_elsewhere_come_from_its_pods(
+    kubectl: Fake, tmp_path: Path, shardwise
+) -> None:
+    submission.submit(launched(tmp_path, kubernetes=CLAIM), "kubernetes", None)
+    kubectl.answer("logs", out="[pod/demo-node-0-0/node] error: no such file\n")
+    said = shardwise("logs", "demo", "--lines", 7, "--folder", tmp_path / "runs")
+    assert said.returncode == 0 and "error: no such file" in said.stdout
+    assert kubectl.calls[-1][-4:] == ["--tail", "7", "--prefix", "--ignore-errors"]
+
+
+def test_a_refused_kubernetes_run_ends_the_follower_with_2(kubectl: Fake, tmp_path: Path, shardwise) -> None:
+    kubectl.answer("get", "trainjobs.trainer.kubeflow.org", out="Failed")
+    kubectl.answer("get", "pods", out="2\n")
+    kubectl.answer("logs", out="error: rows.jsonl is not there\n")
+    (tmp_path / "r.yaml").write_text(
+        "model: org/model\ndata: rows.jsonl\nlaunch: {kubernetes: {claim: work}}\n"
+    )
+    done = shardwise("launch", "r.yaml", "--on", "kubernetes", "--name", "demo", cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "demo is refused" in done.stderr and "rows.jsonl is not there" in done.stderr
+
+
+def test_a_sky_job_gets_its_secrets_by_name(sky: Fake, tmp_path: Path, monkeypatch) -> None:
+    run = launched(tmp_path, skypilot={"volume": "work"}, environment=["HF_TOKEN"])
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    with pytest.raises(RecipeError, match="HF_TOKEN"):
+        submission.submit(run, "skypilot", None)
+    monkeypatch.setenv("HF_TOKEN", "hf_verysecret")
+    found = submission.submit(run, "skypilot", None)
+    (call,) = sky.calls
+    assert call[:2] == ["jobs", "launch"] and call[call.index("--secret") + 1] == "HF_TOKEN"
+    assert call[-1] == str(found.folder / "task.yaml") and "--detach-run" in call and "--async" not in call
+    assert "hf_verysecret" not in "".join(p.read_text() for p in found.folder.iterdir()) + str(call)
+
+
+@pytest.mark.parametrize(
+    ("status", "state", "code"),
+    [
+        ("PENDING", "waiting", None),
+        ("RECOVERING", "waiting", None),
+        ("RUNNING", "running", None),
+        ("WINDING_DOWN", "running", None),
+        ("SUCCEEDED", "ended", 0),
+        ("FAILED_SETUP", "ended", 1),
+        ("CANCELLED", "ended", 1),
+    ],
+)
+def test_a_sky_jobs_state(sky: Fake, status, state, code) -> None:
+    told = [(3, "demo", "FAILED"), (4, "demo", status), (5, "other", "RUNNING")]  # 3: an earlier one
+    jobs = [{"job_id": number, "job_name": name, "status": word} for number, name, word in told]
+    sky.answer("jobs", "queue", out=json.dumps(jobs))
+    seen = skypilot.look("demo")
+    assert (seen.state, seen.exit_code) == (state, code)
+
+
+def test_a_sky_job_is_cancelled_by_its_name(sky: Fake) -> None:
+    skypilot.cancel("demo", now=False)
+    skypilot.cancel("demo", now=True)
+    assert sky.calls == [
+        ["jobs", "cancel", "--yes", "--graceful", "--name", "demo"],
+        ["jobs", "cancel", "--yes", "--name", "demo"],
+    ]
