@@ -90,7 +90,7 @@ def test_a_pass_has_every_row_once_over_disjoint_lanes(stream: Open, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("world", "again", "workers"), [(2, 2, 1), (2, 1, 1), (1, 2, 1), (2, 4, 1), (2, 2, 2)]
+    ("world", "again", "workers"), [(2, 2, 1), (2, 1, 1), (1, 2, 1), (2, 4, 1), (1, 1, 2)]
 )
 def test_what_follows_an_interruption_is_what_would_have_come(
     stream: Open, tmp_path: Path, world: int, again: int, workers: int

@@ -217,9 +217,7 @@ def _next(run: RunFolder, status: Status) -> tuple[tuple[str, str], ...]:
         go_on = (("go on from the last checkpoint", f"shardwise train --resume {path}"),)
         return (*(go_on if run.checkpoints() else ()), ("see all runs", "shardwise runs"))
     commands = [("talk to it", f"shardwise chat {path}")] if run.result_path else []
-    change = (
-        "lora.rank=32" if run.adapter_path.exists() else "training.epochs=2 --set training.max_steps=null"
-    )
+    change = "lora.rank=32" if run.adapter_path.exists() else "optimizer.learning_rate=2e-5"
     commands += [
         ("look at its curves", f"shardwise show {path} --html report.html"),
         ("train again with a change", f"shardwise train {path}/recipe.yaml --set {change}"),
