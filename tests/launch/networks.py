@@ -18,15 +18,19 @@ class Host:
 
     name: str
     address: str
+    interface: str = "eth0"
 
     @property
     def run(self) -> list[str]:
-        return [_ip(), "netns", "exec", self.name]
+        return [_ip(), "netns", "exec", self.name] if self.name else []
 
     def limit(self, rate: str) -> None:
         """What this host sends leaves at this rate, such as 100mbit."""
         _do(*self.run, _tc(), "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", rate, "burst", "64kb",
             "latency", "400ms")  # fmt: skip
+
+
+HERE = Host("", "127.0.0.1", "lo")  # no namespace
 
 
 def missing() -> str:

@@ -33,6 +33,7 @@ def rank(config: dict[str, Any]) -> None:
         {
             **os.environ,
             **config["environment"],
+            **ray.get(config["secrets"][0]),
             "RANK": str(number),
             "WORLD_SIZE": str(context.get_world_size()),
             "LOCAL_RANK": str(context.get_local_rank()),

@@ -15,23 +15,13 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from cluster import Cluster, cluster, missing
-from uninterrupted import losses, losses_of_whole_run
+from uninterrupted import STEPS, losses, recipe
 
+from shardwise.recipe import parse_recipe
 from shardwise.runs import RunFolder
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"no Slurm here: {missing()}")
 
-STEPS = 250
-RECIPE = """
-model: {model}
-data: {{train: {data}, validation: 0, sequence_length: 128}}
-method: full
-engine: fsdp2
-training: {{max_steps: {steps}, global_batch_size: 4, micro_batch_size: 1, precision: fp32}}
-optimizer: {{learning_rate: 1e-2}}
-checkpoint: {{every_steps: 0}}
-launch: {{nodes: 2, interface: lo, environment: [MASTER_ADDR]}}
-"""
 # Node names do not resolve on one machine; on a cluster none of these is needed.
 ONE_MACHINE = {"MASTER_ADDR": "127.0.0.1", "PET_LOCAL_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
 ZERO_3 = (
@@ -53,7 +43,8 @@ def slurm(tmp_path_factory):
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, tiny_model: Path, chat_file: Path) -> Path:
     folder = tmp_path_factory.mktemp("two nodes")  # a blank in every path
-    (folder / "r.yaml").write_text(RECIPE.format(model=tiny_model, data=chat_file, steps=STEPS))
+    launch = "{nodes: 2, interface: lo, environment: [MASTER_ADDR]}"
+    (folder / "r.yaml").write_text(recipe(tiny_model, chat_file, 0, launch))
     return folder
 
 
@@ -72,7 +63,9 @@ def wait_for_step(run: RunFolder, step: int, process: "subprocess.Popen[str]") -
         time.sleep(0.1)
 
 
-def test_a_preempted_run_is_requeued_and_ends_with_the_same_losses(slurm: Cluster, place: Path) -> None:
+def test_a_preempted_run_is_requeued_and_ends_with_the_same_losses(
+    slurm: Cluster, place: Path, whole_losses: list[tuple[int, float]]
+) -> None:
     run = RunFolder(place / "runs" / "pre")
     following = subprocess.Popen(
         command("--name", "pre"), cwd=place, env=environment(slurm), text=True,
@@ -94,7 +87,7 @@ def test_a_preempted_run_is_requeued_and_ends_with_the_same_losses(slurm: Cluste
     assert "back into the queue" in log.read_text() and "Traceback" not in log.read_text()
     assert run.state == "done" and [step for step, _ in losses(run)] == list(range(1, STEPS + 1))
 
-    assert losses(run) == losses_of_whole_run(run, place / "runs" / "whole")
+    assert losses(run) == whole_losses
 
 
 def test_zero_3_runs_over_two_nodes_as_fsdp2_does(slurm: Cluster, place: Path) -> None:
@@ -119,10 +112,11 @@ def test_several_recipes_are_one_job_array(slurm: Cluster, place: Path) -> None:
     names = {"a": "1e-2", "b": "1e-3"}
     for name, rate in names.items():
         text = (place / "r.yaml").read_text().replace("nodes: 2", "nodes: 1").replace("1e-2", rate)
-        (place / f"{name}.yaml").write_text(text.replace(f"max_steps: {STEPS}", "max_steps: 3"))
+        text = text.replace("name: fsdp2", "name: single").replace(f"max_steps: {STEPS}", "max_steps: 3")
+        (place / f"{name}.yaml").write_text(text)
     done = subprocess.run(
         [sys.executable, "-m", "shardwise.cli.main", "launch", "a.yaml", "b.yaml", "--on", "slurm",
-         "--name", "both", "--set", "engine=single"],
+         "--name", "both"],
         cwd=place, env=environment(slurm), text=True, capture_output=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -131,7 +125,8 @@ def test_several_recipes_are_one_job_array(slurm: Cluster, place: Path) -> None:
         folder = place / "runs" / "launches" / f"both-{name}"
         ids[name] = json.loads((folder / "job.json").read_text())["job_id"].split("_")
         run = RunFolder(place / "runs" / f"both-{name}")
-        assert run.state == "done" and len(losses(run)) == 3 and f"learning_rate: {rate}" in run.recipe_text()
+        assert run.state == "done" and len(losses(run)) == 3
+        assert parse_recipe(run.recipe_text()).optimizer.learning_rate == float(rate)
         (log,) = folder.glob("slurm-*.out")
         assert f"run both-{name} is done" in log.read_text()
     assert ids["a"][0] == ids["b"][0] and [ids["a"][1], ids["b"][1]] == ["0", "1"]

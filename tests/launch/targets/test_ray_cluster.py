@@ -12,29 +12,26 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from uninterrupted import losses, losses_of_whole_run
+from uninterrupted import STEPS, losses, recipe
 
 from shardwise.launch.ports import choose_port
 from shardwise.runs import RunFolder
 
 pytest.importorskip("ray.train", reason="Ray Train is not installed")
 
-STEPS = 150
-RECIPE = """
-model: {model}
-data: {{train: {data}, validation: 0, sequence_length: 128}}
-method: full
-engine: fsdp2
-training: {{max_steps: {steps}, global_batch_size: 4, micro_batch_size: 1, precision: fp32}}
-optimizer: {{learning_rate: 1e-2}}
-checkpoint: {{every_steps: 10}}
-launch: {{nodes: 2, interface: lo, ray: {{address: "127.0.0.1:{port}"}}}}
-"""
+
+SECRET = "hf_wVeryMuchASecret"
 
 
 @pytest.fixture
-def ray_port(tmp_path_factory) -> Iterator[int]:
-    port, folder = choose_port(None), tmp_path_factory.mktemp("ray")
+def ray_folder(tmp_path_factory) -> Path:
+    """Where Ray keeps its logs and sockets."""
+    return tmp_path_factory.mktemp("ray")
+
+
+@pytest.fixture
+def ray_port(ray_folder: Path) -> Iterator[int]:
+    port, folder = choose_port(None), ray_folder
     with (folder / "head.log").open("wb") as log:
         head = subprocess.Popen(
             [
@@ -60,26 +57,38 @@ def ray_port(tmp_path_factory) -> Iterator[int]:
 
 
 def worker_of_rank(run: RunFolder, rank: int) -> int:
-    """The process of Ray's that started a rank: the parent of the one that trains in this run's folder."""
+    """The process of Ray's that started a rank: the parent of the one that trains in this run's folder.
+
+    The rank has the secret that the recipe names.
+    """
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             words = (process / "cmdline").read_bytes().split(b"\0")
             mine = b"shardwise.training.main" in words and str(run.path.resolve()).encode() in words
-            if mine and f"RANK={rank}".encode() in (process / "environ").read_bytes().split(b"\0"):
+            environ = (process / "environ").read_bytes().split(b"\0")
+            if mine and f"RANK={rank}".encode() in environ:
+                assert f"TEST_TOKEN={SECRET}".encode() in environ
                 return int((process / "stat").read_text().rsplit(")", 1)[1].split()[1])
     raise AssertionError("no such rank")
 
 
 def test_a_killed_ray_worker_is_replaced_and_the_losses_are_those_of_a_run_without_ray(
-    ray_port: int, tmp_path: Path, tiny_model: Path, chat_file: Path
+    ray_port: int,
+    ray_folder: Path,
+    tmp_path: Path,
+    tiny_model: Path,
+    chat_file: Path,
+    whole_losses: list[tuple[int, float]],
 ) -> None:
-    (tmp_path / "r.yaml").write_text(
-        RECIPE.format(model=tiny_model, data=chat_file, port=ray_port, steps=STEPS)
+    launch = (
+        f'{{nodes: 2, interface: lo, environment: [TEST_TOKEN], ray: {{address: "127.0.0.1:{ray_port}"}}}}'
     )
+    (tmp_path / "r.yaml").write_text(recipe(tiny_model, chat_file, 10, launch))
     run = RunFolder(tmp_path / "runs" / "two")
     following = subprocess.Popen(
         [sys.executable, "-m", "shardwise.cli.main", "launch", "r.yaml", "--on", "ray", "--name", "two"],
         cwd=tmp_path, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        env={**os.environ, "TEST_TOKEN": SECRET},
     )  # fmt: skip
     try:
         deadline = time.monotonic() + 180
@@ -96,14 +105,14 @@ def test_a_killed_ray_worker_is_replaced_and_the_losses_are_those_of_a_run_witho
     assert len(resumed) == 1 and 0 < resumed[0] < STEPS and resumed[0] % 10 == 0, said
     assert next(e.model_dump() for e in run.events("start"))["world_size"] == 2
     assert run.state == "done" and [step for step, _ in losses(run)] == list(range(1, STEPS + 1))
-    assert losses(run) == losses_of_whole_run(run, tmp_path / "whole")
+    assert losses(run) == whole_losses
+    written = [path for folder in (tmp_path, ray_folder) for path in folder.rglob("*") if path.is_file()]
+    assert len(written) > 50 and not [path for path in written if SECRET.encode() in path.read_bytes()]
 
 
 def test_a_recipe_that_is_refused_on_ray_tells_so_by_its_exit_code(tmp_path: Path, tiny_model: Path) -> None:
     """No cluster is needed: the driver refuses before it connects."""
-    (tmp_path / "r.yaml").write_text(
-        RECIPE.format(model=tiny_model, data="missing.jsonl", port=1, steps=STEPS)
-    )
+    (tmp_path / "r.yaml").write_text(recipe(tiny_model, Path("missing.jsonl"), 10, "{nodes: 2}"))
     done = subprocess.run(
         [sys.executable, "-m", "shardwise.cli.main", "launch", "r.yaml", "--on", "ray", "--name", "no"],
         cwd=tmp_path, text=True, capture_output=True, timeout=120, check=False,

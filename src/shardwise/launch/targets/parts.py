@@ -1,6 +1,7 @@
 """What the files of all targets are made of: the run as they see it, and words quoted for what reads them."""
 
 import json
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -71,6 +72,17 @@ class Target(Protocol):
     def submit(self, script: Path, run: Launched) -> str: ...
     def look(self, job_id: str) -> Seen: ...
     def cancel(self, job_id: str, now: bool) -> None: ...
+
+
+def require_environment(run: Launched, who: str) -> None:
+    """Raise RecipeError when a variable of launch.environment is not set here. `who` takes the values from here."""
+    missing = [name for name in run.recipe.launch.environment if name not in os.environ]
+    if missing:
+        raise RecipeError(
+            f"launch.environment names {', '.join(missing)}, which is not set here",
+            f"{who} takes the values from this shell",
+            f"export {missing[0]}=... first, or take it out of launch.environment",
+        )
 
 
 def shell(text: object) -> str:

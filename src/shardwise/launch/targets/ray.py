@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shardwise.errors import RecipeError
 from shardwise.launch.environment import variables
-from shardwise.launch.targets.parts import RECIPE, Launched, Seen, comment, shell
+from shardwise.launch.targets.parts import RECIPE, Launched, Seen, comment, require_environment, shell
 
 SCRIPT = "driver.py"
 LOG = "driver.log"
@@ -26,6 +26,7 @@ def render(run: Launched) -> str:
         )
     fixed = "".join(f"    {v.name!r}: {v.value!r},  # {comment(v.reason)}\n" for v in variables(run.recipe))
     handed = "".join(f"    {name!r}: os.environ[{name!r}],\n" for name in launch.environment)
+    handed = f"{{\n{handed}}}" if handed else "{}"
     gpu = launch.gpus is not None
     return f"""# Run {comment(run.name)} on {comment(run.size)}. Written by: shardwise launch --on ray
 # Start it on a machine of the Ray cluster:  python {SCRIPT}
@@ -47,9 +48,11 @@ from shardwise.launch.wrapper import begin, end, tell
 
 NAME = {run.name!r}
 os.chdir({str(Path.cwd())!r})
-# Variables of every rank; values of the names alone come from this shell.
+# Variables of every rank.
 ENVIRONMENT = {{
-{fixed}{handed}}}
+{fixed}}}
+# Those whose values come from this shell. Ray writes a runtime_env into its logs: these travel as an object.
+SECRETS = {handed}
 
 RECIPE = Path({str(run.folder / RECIPE)!r})
 
@@ -68,6 +71,7 @@ trainer = TorchTrainer(
         "ready": ray.util.get_node_ip_address(),  # the other nodes fetch the model and prepare rows themselves
         "directory": os.getcwd(),
         "environment": dict(started.environment),
+        "secrets": [ray.put(SECRETS)],
     }},
     torch_config=TorchConfig(backend={"nccl" if gpu else "gloo"!r}),
     scaling_config=ScalingConfig(
@@ -93,7 +97,8 @@ sys.exit(end(started, code))
 
 
 def submit(script: Path, run: Launched) -> str:
-    """Start the driver in the background; returns its process id."""
+    """Start the driver in the background; returns its process id. Raises RecipeError for a variable not set."""
+    require_environment(run, "the driver")
     python = run.recipe.launch.python or sys.executable
     with (script.parent / LOG).open("ab") as log:
         process = subprocess.Popen(

@@ -1,7 +1,6 @@
 """SkyPilot: one task file; as a managed job it is recovered on another machine, where the run resumes."""
 
 import json
-import os
 import subprocess
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from shardwise.launch.targets.parts import (
     Seen,
     comment,
     continued,
+    require_environment,
     shell,
     torchrun,
     wrapper,
@@ -131,13 +131,7 @@ def submit(script: Path, run: Launched) -> str:
 
     Raises RecipeError for a secret that is not set here, RunError with sky's own words.
     """
-    missing = [name for name in run.recipe.launch.environment if name not in os.environ]
-    if missing:
-        raise RecipeError(
-            f"launch.environment names {', '.join(missing)}, which is not set here",
-            "sky takes the values of secrets from this shell",
-            f"export {missing[0]}=... first, or take it out of launch.environment",
-        )
+    require_environment(run, "sky")
     secrets = [part for name in run.recipe.launch.environment for part in ("--secret", name)]
     _sky("jobs", "launch", "--yes", "--detach-run", "--name", run.name, *secrets, str(script))
     return run.name

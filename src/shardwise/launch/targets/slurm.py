@@ -1,6 +1,5 @@
 """Slurm: one sbatch script; srun starts one launcher per node, torchrun starts the node's ranks."""
 
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from shardwise.launch.targets.parts import (
     clean,
     comment,
     continued,
+    require_environment,
     shell,
     torchrun,
     wrapper,
@@ -54,8 +54,8 @@ cd {shell(Path.cwd())}
 export MASTER_ADDR=${{MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}}
 job=${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}   # one task of an array, not all of it
 job=${{job:-$SLURM_JOB_ID}}
-port=$((20000 + SLURM_JOB_ID % 20000))               # its own for each job: jobs may share a node
-attempt=$job-${{SLURM_RESTART_COUNT:-0}}      # a fresh rendezvous for every start
+port=$((20000 + SLURM_JOB_ID % 20000))   # its own for each job: jobs may share a node
+attempt=$job-${{SLURM_RESTART_COUNT:-0}}   # a fresh rendezvous for every start
 outcome={shell(run.run_path / "logs")}/outcome-$attempt
 cancelled={shell(run.folder / CANCELLED)}
 restarts=${{SLURM_RESTART_COUNT:-0}}
@@ -112,13 +112,7 @@ exec bash "$script" >> "$(dirname "$script")/slurm-$SLURM_ARRAY_JOB_ID.out" 2>&1
 
 def submit(script: Path, run: Launched) -> str:
     """sbatch; returns the job's number. Raises RunError with sbatch's own words."""
-    missing = [name for name in run.recipe.launch.environment if name not in os.environ]
-    if missing:
-        raise RecipeError(
-            f"launch.environment names {', '.join(missing)}, which is not set here",
-            "sbatch hands the submitter's environment on",
-            f"export {missing[0]}=... first, or take it out of launch.environment",
-        )
+    require_environment(run, "sbatch")
     return _slurm("sbatch", "--parsable", str(script)).split(";")[0].strip()
 
 
