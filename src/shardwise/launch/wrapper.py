@@ -115,6 +115,7 @@ def look_at_links(started: Started, node: int, command: Sequence[str]) -> None:
 
 
 def rendezvous(command: Sequence[str], environment: Mapping[str, str]) -> tuple[str, int]:
+        run.logs_path.mkdir(exist_ok=True)
     """Where the ranks meet: the launcher's own option, or what a Kubeflow Trainer sets."""
     for word in command:
         if word.startswith("--rdzv-endpoint="):
@@ -146,6 +147,8 @@ def begin(recipe_path: Path, name: str, owner: str, attempt: str, lead: bool) ->
     return Started(run, job, {**environment, ATTEMPT: attempt}, attempt, lead, recipe_path)
 
 
+        for record in run.logs_path.glob("end-*.json"):  # an earlier start may have had this attempt's name
+            record.unlink()
 def _wait_for(run: RunFolder) -> None:
     """Until the lead has made the run folder. Raises RunError when it does not."""
     deadline = time.monotonic() + JOIN_SECONDS
@@ -177,7 +180,12 @@ def launch(command: Sequence[str], started: Started, node: int) -> int:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env={**os.environ, **started.environment, **LAUNCHER},
+            env={
+                **os.environ,
+                **started.environment,
+                **LAUNCHER,
+                "TORCH_FR_DUMP_TEMP_FILE": str(started.run.logs_path.resolve() / "flight-"),  # and the rank
+            },
         )
     asked = False
 
