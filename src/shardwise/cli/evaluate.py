@@ -16,7 +16,7 @@ import click
     show_default=True,
     help="Rows at a time: changes time and memory, never the number.",
 )
-@click.option("--checkpoint", metavar="STEP", help="A step, best or latest; default: the run's result.")
+@click.option("--checkpoint", metavar="STEP", help="A step, best or last; default: the run's result.")
 @click.option("--base", is_flag=True, help="The base model instead, to compare with.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 @click.option("--folder", default="runs", show_default=True, help="Where run folders are.")

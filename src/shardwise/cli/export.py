@@ -21,7 +21,7 @@ import click
 @click.option(
     "--type", "number_type", type=click.Choice(["f16", "q8_0"]), default="f16", help="With --to gguf."
 )
-@click.option("--checkpoint", metavar="STEP", help="A step, best or latest; default: the run's result.")
+@click.option("--checkpoint", metavar="STEP", help="A step, best or last; default: the run's result.")
 @click.option("--folder", default="runs", show_default=True, help="Where run folders are.")
 def export(
     name: str, kind: str, output: Path | None, number_type: str, checkpoint: str | None, folder: str

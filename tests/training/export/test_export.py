@@ -55,6 +55,23 @@ def test_gguf_keeps_the_tokenizer(small_run: Made, tmp_path: Path) -> None:
     assert theirs.chat_template == ours.chat_template
 
 
+def test_c06_kill_9_during_an_export_leaves_nothing_under_its_name(small_run: Made, tmp_path: Path) -> None:
+    import subprocess
+    import sys
+    import time
+
+    target = tmp_path / "out"
+    arguments = [str(small_run("lora").path), "--to", "merged", "--output", str(target)]
+    process = subprocess.Popen([sys.executable, "-m", "shardwise.training.export.main", *arguments])
+    while not list(tmp_path.glob("out.writing/*")) and process.poll() is None:
+        time.sleep(0.002)
+    process.kill()
+    assert process.wait() == -9
+    assert not target.exists() and (tmp_path / "out.writing").exists()
+    assert main(arguments) == 0
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
 def test_c09_qlora_merges_into_the_16_bit_base_and_says_how_far_it_is(
     small_run: Made, tmp_path: Path
 ) -> None:
@@ -125,6 +142,14 @@ def test_a_checkpoint_can_be_exported_and_a_wrong_kind_is_refused(small_run: Mad
     run = small_run("lora")
     export_run(run, "adapter", tmp_path, "f16", "3")
     early, last = (load_file(p / "adapter_model.safetensors") for p in (tmp_path, run.adapter_path))
+    best = tmp_path / "best"
+    best.mkdir()
+    export_run(run, "adapter", best, "f16", "best")
+    export_run(run, "adapter", tmp_path, "f16", "last")
+    again = load_file(tmp_path / "adapter_model.safetensors")
+    assert all(torch.equal(again[k], last[k]) for k in last)  # last is what the run ended with
+    with pytest.raises(UsageError, match="--checkpoint first"):
+        export_run(run, "adapter", tmp_path, "f16", "first")
     assert early.keys() == last.keys() and any(not torch.equal(early[k], last[k]) for k in early)
     with pytest.raises(UsageError, match="trained an adapter"):
         export_run(run, "full", tmp_path, "f16", None)

@@ -1,11 +1,13 @@
 """A transformers model folder -> one GGUF file, through the `gguf` package.
 
-Families whose tensors GGUF holds as they are, or with the one change that is made here: Llama's rotary pairs
-lie next to each other in GGUF and half a head apart in transformers.
+Families whose tensors GGUF holds as they are, or with one of the changes that are made here: Llama's rotary pairs
+lie next to each other in GGUF and half a head apart in transformers; Gemma's norms multiply by 1 + weight in
+transformers and by the weight in GGUF. Names of tensors are the package's own map. Tokenizers: see gguf_tokenizer.
 """
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,28 @@ import torch
 from safetensors import safe_open
 
 from shardwise.errors import MissingDependencyError, RuleError
+from shardwise.training.export.gguf_tokenizer import write_tokenizer
 
-FAMILIES = {"llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
+
+@dataclass(frozen=True)
+class Family:
+    """How llama.cpp's architecture `arch` differs from transformers' model of that type."""
+
+    arch: str
+    pairs: bool = False  # rotary pairs are neighbours
+    norm_plus_one: bool = False
+
+
+FAMILIES = {
+    "llama": Family("LLAMA", pairs=True),
+    "mistral": Family("LLAMA", pairs=True),
+    "qwen2": Family("QWEN2"),
+    "qwen3": Family("QWEN3"),
+    "phi3": Family("PHI3"),
+    "gemma2": Family("GEMMA2", norm_plus_one=True),
+    "gemma3_text": Family("GEMMA3", norm_plus_one=True),
+}
 TYPES = ("f16", "q8_0")
-# tokenizer.ggml.pre, by what only this family's splitting expression has
-_SPLITTERS = (("\\p{N}{1,3}", "llama-bpe"), ("\\p{N}", "qwen2"), ('"individual_digits": true', "smollm"))
 
 
 def write_gguf(model: Path, target: Path, kind: str, name: str) -> None:
@@ -30,20 +49,20 @@ def write_gguf(model: Path, target: Path, kind: str, name: str) -> None:
         import gguf
     except ImportError:
         raise MissingDependencyError(
-            "--to gguf needs the package gguf", "it is not installed", "pip install gguf"
+            "--to gguf needs the package gguf", "it is not installed", "pip install 'shardwise[export]'"
         ) from None
     config = json.loads((model / "config.json").read_text())
-    family = config.get("model_type")
-    if family not in FAMILIES:
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None:
         raise RuleError(
-            f"a model of type '{family}' cannot be written as GGUF here",
+            f"a model of type '{config.get('model_type')}' cannot be written as GGUF here",
             f"the families that can be checked by reading them back are: {', '.join(sorted(FAMILIES))}",
             "use --to merged, and llama.cpp's own convert_hf_to_gguf.py on the result",
         )
-    arch = getattr(gguf.MODEL_ARCH, FAMILIES[family])
+    arch = getattr(gguf.MODEL_ARCH, family.arch)
     writer = gguf.GGUFWriter(target, gguf.MODEL_ARCH_NAMES[arch])
     _write_config(writer, config, name, kind, gguf)
-    _write_tokenizer(writer, model, config)
+    write_tokenizer(writer, model, config["vocab_size"])
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     for key, tensor in _tensors(model):
         if key == "lm_head.weight" and config.get("tie_word_embeddings"):
@@ -51,11 +70,15 @@ def write_gguf(model: Path, target: Path, kind: str, name: str) -> None:
         mapped = names.get_name(key, try_suffixes=(".weight", ".bias"))
         if mapped is None:
             raise RuleError(
-                f"tensor '{key}' has no place in a GGUF file of '{family}'", "", "use --to merged instead"
+                f"tensor '{key}' has no place in a GGUF file of '{config['model_type']}'",
+                "the gguf package knows no name for it",
+                "use --to merged instead",
             )
         array = tensor.float().numpy()
-        if FAMILIES[family] == "LLAMA":
+        if family.pairs:
             array = _pairs(key, array, config)
+        if family.norm_plus_one and key.endswith("norm.weight"):
+            array = array + 1
         _add(writer, mapped, array, kind, gguf)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -67,6 +90,7 @@ def _write_config(writer: Any, config: dict[str, Any], name: str, kind: str, ggu
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     rope = config.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)  # Gemma 3 has one for each kind of layer
     writer.add_name(name)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -76,59 +100,26 @@ def _write_config(writer: Any, config: dict[str, Any], name: str, kind: str, ggu
     writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(float(config.get("rope_theta") or rope.get("rope_theta") or 10000.0))
-    writer.add_rope_dimension_count(head_dim)
+    share = config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
+    writer.add_rope_dimension_count(int(head_dim * share))
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_vocab_size(config["vocab_size"])
+    if config.get("sliding_window") and config.get("use_sliding_window", True):
+        writer.add_sliding_window(config["sliding_window"])
+    if config.get("attn_logit_softcapping"):
+        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+    if config.get("final_logit_softcapping"):
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
     if rope.get("rope_type", "default") != "default" or config.get("rope_scaling"):
         raise RuleError(
-            "this model scales its rotary positions", "that is not written to GGUF here", "use --to merged"
+            "this model scales its rotary positions",
+            "that is not written to GGUF here",
+            "use --to merged, and llama.cpp's own convert_hf_to_gguf.py on the result",
         )
     types = {"f16": gguf.LlamaFileType.MOSTLY_F16, "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0}
     writer.add_file_type(types[kind])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-
-
-def _write_tokenizer(writer: Any, model: Path, config: dict[str, Any]) -> None:
-    """Byte-level BPE, as tokenizer.json holds it; the chat template goes along."""
-    from transformers import AutoTokenizer
-
-    text = (model / "tokenizer.json").read_text(encoding="utf-8")
-    tree = json.loads(text)
-    if tree["model"]["type"] != "BPE" or "ByteLevel" not in text:
-        raise RuleError(
-            f"a {tree['model']['type']} tokenizer is not written to GGUF here",
-            "only byte-level BPE is",
-            "use --to merged, and llama.cpp's own convert_hf_to_gguf.py on the result",
-        )
-    tokens = [f"[PAD{i}]" for i in range(config["vocab_size"])]
-    types = [5] * len(tokens)  # unused
-    for token, i in tree["model"]["vocab"].items():
-        if i < len(tokens):
-            tokens[i], types[i] = token, 1  # normal
-    for added in tree["added_tokens"]:
-        if added["id"] < len(tokens):
-            tokens[added["id"]], types[added["id"]] = added["content"], 3 if added["special"] else 4
-    merges = [m if isinstance(m, str) else " ".join(m) for m in tree["model"]["merges"]]
-    pre = json.dumps(tree.get("pre_tokenizer"), ensure_ascii=False)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(
-        next((name for mark, name in _SPLITTERS if mark in pre.replace("\\\\", "\\")), "gpt-2")
-    )
-    writer.add_token_list(tokens)
-    writer.add_token_types(types)
-    writer.add_token_merges(merges)
-    full = AutoTokenizer.from_pretrained(model)
-    for number, add in (
-        (full.bos_token_id, writer.add_bos_token_id),
-        (full.eos_token_id, writer.add_eos_token_id),
-        (full.pad_token_id, writer.add_pad_token_id),
-    ):
-        if number is not None:
-            add(number)
-    writer.add_add_bos_token(False)
-    if isinstance(full.chat_template, str):
-        writer.add_chat_template(full.chat_template)
 
 
 def _tensors(model: Path) -> Iterator[tuple[str, torch.Tensor]]:

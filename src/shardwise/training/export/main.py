@@ -97,14 +97,25 @@ def export_run(run: RunFolder, to: str, work: Path, kind: str, checkpoint: str |
 
 
 def _to_gguf(work: Path, whole: Path, kind: str, name: str, merged: Any, rows: Any) -> str:
-    from transformers import AutoModelForCausalLM
-
     file = work / f"{name}-{kind}.gguf"
-    write_gguf(whole, file, kind, name)
-    again = AutoModelForCausalLM.from_pretrained(work, gguf_file=file.name, dtype=torch.float32)
+    # transformers 5.24 takes a Llama file with this word in its name for an architecture that gguf does not know
+    write_gguf(whole, file, kind, name if "mistral" not in name.lower() else "shardwise")
+    again, how = _read_gguf(file, merged.config)
     found = difference(logits(merged.float(), rows), logits(again, rows))
     shutil.rmtree(whole)
-    return _told(found, LIMITS[kind], f"{file.name} read back with transformers")
+    return _told(found, LIMITS[kind], f"{file.name} read back with transformers{how}")
+
+
+def _read_gguf(file: Path, config: Any) -> tuple[Any, str]:
+    """The model in a GGUF file, and how it was read: transformers leaves out head sizes of some families."""
+    from transformers import AutoModelForCausalLM
+
+    options: dict[str, Any] = {"gguf_file": file.name, "dtype": torch.float32}
+    try:
+        return AutoModelForCausalLM.from_pretrained(file.parent, **options), ""
+    except (RuntimeError, ValueError, NotImplementedError):
+        again = AutoModelForCausalLM.from_pretrained(file.parent, config=config, **options)
+        return again, " and the model's own config.json, which its reader needs for this shape"
 
 
 def _told(found: Difference, limit: float, what: str) -> str:
@@ -135,22 +146,32 @@ def as_trained(run: RunFolder, recipe: Recipe, folder: ModelFolder, checkpoint: 
 
 @torch.no_grad()
 def fill(model: Any, run: RunFolder, checkpoint: str | None) -> int:
-    """Put a verified checkpoint's weights into a model. Returns its step. `checkpoint`: step, best or latest."""
-    step = None
-    if checkpoint == "best":
-        top = best(run)
-        step = top.step if top else None
-    elif checkpoint not in (None, "latest"):
-        if not str(checkpoint).isdigit():
-            raise UsageError(f"--checkpoint {checkpoint}", "", "give a step, best or latest")
-        step = int(str(checkpoint))
-    found, _ = chosen(run, step)
+    """Put a verified checkpoint's weights into a model. Returns its step. `checkpoint`: see `step_of`."""
+    found, _ = chosen(run, step_of(run, checkpoint))
     reader = Reader(found.path, read_json(found.path / INDEX) or {"tensors": {}, "values": {}})
     parameters = dict(model.named_parameters())
     for key in reader.tensors:
         if key.startswith("weights|"):
             reader.fill(key, parameters[key.removeprefix("weights|")])
     return found.step
+
+
+def step_of(run: RunFolder, checkpoint: str | None) -> int | None:
+    """What --checkpoint means: a step, best, last (None: the newest good one). Raises UsageError."""
+    if checkpoint in (None, "last", "latest"):
+        return None
+    if checkpoint == "best":
+        top = best(run)
+        if top is None:
+            raise UsageError(
+                f"run '{run.name}' has no best checkpoint",
+                "none of those that are there was evaluated on held-out rows at its own step",
+                "give a step or last; next time set evaluation.every_steps to a divisor of checkpoint.every_steps",
+            )
+        return top.step
+    if not str(checkpoint).isdigit():
+        raise UsageError(f"--checkpoint {checkpoint}", "it names no checkpoint", "give a step, best or last")
+    return int(str(checkpoint))
 
 
 def _base(recipe: Recipe, folder: ModelFolder) -> Any:
