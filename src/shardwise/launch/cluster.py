@@ -17,7 +17,10 @@ from shardwise.recipe import Recipe, dump_recipe
 from shardwise.rules import check, situation
 from shardwise.rules.problem import Situation
 from shardwise.runs import RunFolder, create_run
-from shardwise.runs.jsonfile import read_json, write_json
+from shardwise.runs.changes import accepted_of, compare
+from shardwise.runs.changes import check as check_changes
+from shardwise.runs.checkpoints import facts_of as facts_at
+from shardwise.runs.jsonfile import read_json, write_json, write_text
 
 Progress = Callable[[str, int, int | None], None]
 MARK = "launch.json"  # in the run folder: which job of which scheduler works there
@@ -40,7 +43,9 @@ def ranks_per_node(recipe: Recipe) -> int:
 
 
 def spread(recipe: Recipe) -> Recipe:
-    """The recipe with `engine.processes` counting all ranks of all nodes, as the run folder keeps it.
+    """The recipe with `engine.processes` counting all ranks of all nodes, for the rules and the planner.
+
+    In every file the key counts the ranks of one node: in recipes, in launch folders and in run folders.
 
     Raises RecipeError when a GPU run asks for another number of ranks than GPUs.
     """
@@ -78,19 +83,30 @@ def decide_for(recipe: Recipe, offer: Offer, here: bool, progress: Progress | No
     return Job(decided, plan, shape, prepared, folder)
 
 
+def ranks_of_a_node(job: Job) -> int:
+    """Of a decided job, whose `engine.processes` counts all of them."""
+    processes = job.recipe.engine.processes
+    assert processes != "auto"
+    return processes // job.recipe.launch.nodes
+
+
 def open_folder(job: Job, name: str, plan_json: Mapping[str, Any], owner: str) -> RunFolder:
     """The run's folder, made by its first attempt and taken over by every later one.
 
     `owner` names the scheduler's job. The same job started again takes the folder from its own last attempt
     even when that ended without a word on another machine: the scheduler runs a job once at a time. Raises
-    UsageError when the run is done already or another job is at work there.
+    UsageError when the run is done already, another job is at work there, or what has changed in the recipe since
+    its newest checkpoint is not named in the environment's SHARDWISE_ACCEPT; the folder is as it was then.
     """
     run = RunFolder(Path(job.recipe.run.folder) / name)
+    recipe = job.recipe.model_copy(
+        update={
+            "model": job.recipe.model.model_copy(update={"source": str(job.folder.resolve())}),
+            "engine": job.recipe.engine.model_copy(update={"processes": ranks_of_a_node(job)}),
+        }
+    )
+    text = dump_recipe(recipe, comment="the resolved recipe of this run: every default written out")
     if not run.status_path.is_file():
-        recipe = job.recipe.model_copy(
-            update={"model": job.recipe.model.model_copy(update={"source": str(job.folder.resolve())})}
-        )
-        text = dump_recipe(recipe, comment="the resolved recipe of this run: every default written out")
         run = create_run(Path(recipe.run.folder), name, text, plan_json)
         write_json(run.path / MARK, {"owner": owner, "host": os.uname().nodename})
         return run
@@ -101,11 +117,30 @@ def open_folder(job: Job, name: str, plan_json: Mapping[str, Any], owner: str) -
     if (read_json(run.path / MARK) or {}).get("owner") == owner:
         run.lock_path.unlink(missing_ok=True)
     run.acquire()
+    try:
+        _refuse_changes(run, recipe)
+    except BaseException:
+        run.release()
+        raise
+    write_text(run.recipe_path, text)
     write_json(run.path / MARK, {"owner": owner, "host": os.uname().nodename})
     run.status("running")
     if not run.checkpoints():  # what was trained and not saved is gone: readers leave it out
         run.event("resume", step=0)
     return run
+
+
+def _refuse_changes(run: RunFolder, recipe: Recipe) -> None:
+    """Raise UsageError for a recipe that is not the one of the newest checkpoint, but for what is accepted.
+
+    The ranks compare the rest (rows, weights, versions) and record all of it.
+    """
+    kept = run.checkpoints()
+    saved = facts_at(kept[-1].path).get("recipe") if kept else None
+    if saved is None:
+        return
+    changes = compare({"recipe": saved}, {"recipe": recipe.model_dump(mode="json")})
+    check_changes(changes, accepted_of(os.environ) & {c.field for c in changes}, kept[-1].step)
 
 
 def read_plan(path: Path) -> dict[str, Any]:

@@ -23,13 +23,14 @@ from types import FrameType
 
 from shardwise.errors import Interrupted, RunError, ShardwiseError, UsageError
 from shardwise.launch import operators, preflight
-from shardwise.launch.cluster import decide_for, offer_of, open_folder, read_plan
+from shardwise.launch.cluster import decide_for, offer_of, open_folder, ranks_of_a_node, read_plan
 from shardwise.launch.job import Job, add_estimate
 from shardwise.launch.local import GUARD
 from shardwise.launch.rank import ATTEMPT, RankEnd, log_path, rank_ends, stop_path
 from shardwise.launch.targets.parts import JOIN_SECONDS, OUTCOME, PORT
 from shardwise.recipe import load_recipe
 from shardwise.runs import RunFolder
+from shardwise.runs.changes import ACCEPT, accepted_of
 from shardwise.runs.jsonfile import write_json
 
 LATE_SECONDS = 15.0  # a shared file system may show another node's record later than its process ended
@@ -61,11 +62,16 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--owner", required=True, help="the scheduler's name for this job")
     parser.add_argument("--attempt", required=True, help="the same on all nodes, new for every start")
     parser.add_argument("--node-rank", type=int, help="default: what the scheduler says, else 0")
+    parser.add_argument(
+        "--accept", action="append", default=[], help="a change since the last checkpoint that is wanted"
+    )
     parser.add_argument("--directory", type=Path, help="where relative paths of the recipe start")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the launcher with its options")
     asked = parser.parse_args(arguments)
     command = asked.command[1:] if asked.command[:1] == ["--"] else asked.command
     node = node_rank(os.environ) if asked.node_rank is None else asked.node_rank
+    if asked.accept:
+        os.environ[ACCEPT] = ",".join([*accepted_of(os.environ), *asked.accept])
     try:
         if asked.directory is not None:
             os.chdir(asked.directory)
@@ -102,20 +108,19 @@ def look_at_links(started: Started, node: int, command: Sequence[str]) -> None:
     """`launch.preflight`: every rank must answer; what is slow becomes a warning of the run. Raises RunError."""
     recipe, run = started.job.recipe, started.run
     head, port = rendezvous(command, os.environ)
-    assert recipe.engine.processes != "auto"
-    per_node = recipe.engine.processes // recipe.launch.nodes
+    per_node = ranks_of_a_node(started.job)
     where = preflight.Where(recipe.launch.nodes, node, per_node, head, port + preflight.PORT_OFFSET)
     measured = preflight.measure(where, started.environment)
     if measured:
         found = preflight.judge(measured, preflight.assumption(offer_of(recipe), where))
         print(preflight.as_text(found), file=sys.stderr, flush=True)
+        run.logs_path.mkdir(exist_ok=True)
         write_json(run.logs_path / "links.json", measured)
         for one in found.slow:
             run.event("warning", message=f"preflight: {one}")
 
 
 def rendezvous(command: Sequence[str], environment: Mapping[str, str]) -> tuple[str, int]:
-        run.logs_path.mkdir(exist_ok=True)
     """Where the ranks meet: the launcher's own option, or what a Kubeflow Trainer sets."""
     for word in command:
         if word.startswith("--rdzv-endpoint="):
@@ -141,14 +146,14 @@ def begin(recipe_path: Path, name: str, owner: str, attempt: str, lead: bool) ->
         run = open_folder(job, name, read_plan(recipe_path.with_name("plan.json")), owner)
         stop_path(run).unlink(missing_ok=True)
         outcome_path(run, attempt).unlink(missing_ok=True)
+        for record in run.logs_path.glob("end-*.json"):  # an earlier start may have had this attempt's name
+            record.unlink()
     else:
         run = RunFolder(Path(job.recipe.run.folder) / name)
         _wait_for(run)
     return Started(run, job, {**environment, ATTEMPT: attempt}, attempt, lead, recipe_path)
 
 
-        for record in run.logs_path.glob("end-*.json"):  # an earlier start may have had this attempt's name
-            record.unlink()
 def _wait_for(run: RunFolder) -> None:
     """Until the lead has made the run folder. Raises RunError when it does not."""
     deadline = time.monotonic() + JOIN_SECONDS

@@ -19,6 +19,7 @@ LAYOUT = (
     "checkpoint.",
     "evaluation.",
     "run.",
+    "launch.",
     "training.micro_batch_size",
     "training.activation_checkpointing",
     "training.loss",
@@ -42,6 +43,9 @@ MEANING = {
     "data.sequence_length": "steps done were counted in sequences of the old length",
     "data.packing": "steps done were counted in sequences packed the old way",
 }
+
+
+ACCEPT = "SHARDWISE_ACCEPT"  # environment of ranks that a scheduler starts: fields, with commas between
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,11 @@ def compare(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
         for field in dict.fromkeys((*old, *new))
         if old.get(field) != new.get(field) and not _idle(field, old, new)
     ]
+
+
+def accepted_of(environment: Mapping[str, str]) -> set[str]:
+    """Fields whose change is wanted, where nobody can type --accept."""
+    return {field.strip() for field in environment.get(ACCEPT, "").split(",") if field.strip()}
 
 
 def check(changes: Sequence[Change], accepted: Iterable[str], step: int) -> None:

@@ -53,6 +53,14 @@ def create_run(
     return run
 
 
+def refuse_taken(folder: str | Path, name: str | None) -> None:
+    """Raise UsageError, before any work is done for nothing, for a name that `create_run` would refuse."""
+    if name is not None:
+        _check_name(name)
+        if (Path(folder) / name).exists():
+            raise _taken(Path(folder) / name)
+
+
 def _check_name(name: str) -> None:
     allowed = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
     if not name or name.startswith((".", "-")) or set(name) - allowed or name == LATEST or len(name) > 120:
@@ -63,6 +71,17 @@ def _check_name(name: str) -> None:
         )
 
 
+def _taken(path: Path) -> UsageError:
+    holder = lock.holder(path / "lock")
+    at_work = holder is not None and holder.alive()
+    return UsageError(
+        f"run '{path.name}' exists already in '{path.parent}'",
+        f"{holder} is at work there" if at_work else "a run never writes over another one",
+        "choose another name with --set run.name=NAME"
+        + ("" if at_work else f", or go on with it: shardwise train --resume {path}"),
+    )
+
+
 def _claim(folder: Path, name: str | None, default_name: str) -> Path:
     """Make the folder; making it is what claims the name."""
     if name is not None:
@@ -70,14 +89,7 @@ def _claim(folder: Path, name: str | None, default_name: str) -> Path:
         try:
             path.mkdir()
         except FileExistsError:
-            holder = lock.holder(path / "lock")
-            at_work = holder is not None and holder.alive()
-            raise UsageError(
-                f"run '{name}' exists already in '{folder}'",
-                f"{holder} is at work there" if at_work else "a run never writes over another one",
-                "choose another name with --set run.name=NAME"
-                + ("" if at_work else f", or go on with it: shardwise train --resume {path}"),
-            ) from None
+            raise _taken(path) from None
         return path
     base = f"{default_name}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in range(1, 1000):

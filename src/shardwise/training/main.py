@@ -21,8 +21,8 @@ from shardwise.facts.versions import installed_versions
 from shardwise.facts.weights import weights_digest
 from shardwise.recipe import Recipe, parse_recipe
 from shardwise.runs import RunFolder
-from shardwise.runs.changes import check, compare, facts
-from shardwise.runs.checkpoints import Skipped, best, chosen, facts_of
+from shardwise.runs.changes import Change, accepted_of, check, compare, facts
+from shardwise.runs.checkpoints import Skipped, best, chosen, facts_of, set_aside
 from shardwise.runs.effective import effective
 from shardwise.training import samples
 from shardwise.training.build import build_engine
@@ -195,7 +195,8 @@ def _resume(run: RunFolder, engine: Engine, now: Mapping[str, Any]) -> int:
     """Load the newest good checkpoint. Returns the number of steps done.
 
     A launcher that has verified it and compared `now` with it says so in SHARDWISE_RESUME_STEP; without one
-    (torchrun, Slurm) rank 0 does both here, before the others begin to read.
+    (torchrun, Slurm) rank 0 does both here, before the others begin to read. Changes that are wanted then come
+    by name in SHARDWISE_ACCEPT.
     """
     step = os.environ.get("SHARDWISE_RESUME_STEP")
     found: list[Any] = [None]
@@ -204,8 +205,10 @@ def _resume(run: RunFolder, engine: Engine, now: Mapping[str, Any]) -> int:
     elif engine.ranks.rank == 0:
         try:
             checkpoint, skipped = chosen(run)
-            check(compare(facts_of(checkpoint.path), now), (), checkpoint.step)
-            _tell(skipped)
+            changes = compare(facts_of(checkpoint.path), now)
+            accepted = accepted_of(os.environ) & {c.field for c in changes}
+            check(changes, accepted, checkpoint.step)
+            _tell(run, skipped, [(c, c.field in accepted) for c in changes], checkpoint.step)
             found = [checkpoint.step]
         except ShardwiseError as problem:
             found = [problem]
@@ -235,9 +238,18 @@ def _explain_best(run: RunFolder, recipe: Recipe) -> None:
         print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
-def _tell(skipped: Sequence[Skipped]) -> None:
+def _tell(
+    run: RunFolder, skipped: Sequence[Skipped], changes: Sequence[tuple[Change, bool]], step: int
+) -> None:
+    """Say and record what is not used, and what has changed since `step`; damaged checkpoints are set aside."""
+    told = [f"{one.path.name} is not used: {one.reason}; going on from step {step}" for one in skipped]
+    told += [f"since step {step} {change}{' (accepted)' if wanted else ''}" for change, wanted in changes]
+    for message in told:
+        run.event("warning", message=message)
+        print(f"warning: {message}", file=sys.stderr, flush=True)
     for one in skipped:
-        print(f"warning: {one.path.name} is not used: {one.reason}", file=sys.stderr, flush=True)
+        if one.path.name.removeprefix("step-").isdigit():
+            set_aside(one.path)
 
 
 def _sample(job: Job, tokenizer: Any, prompts: list[samples.Prompt], step: int, bar: Bar) -> None:

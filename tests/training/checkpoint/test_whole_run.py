@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from shardwise.runs import RunFolder
-from shardwise.runs.records import Resume, Step
+from shardwise.runs.records import Resume, Step, Warned
 from shardwise.training.main import main
 
 Made = Callable[..., RunFolder]
@@ -40,7 +40,10 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_run_ends_with_the_same_weig
 
 
 def test_a_rank_refuses_what_changed_by_itself(
-    small_run: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small_run: Made,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = copy(small_run("full"), tmp_path / "run")
     text = run.recipe_text()
@@ -48,3 +51,6 @@ def test_a_rank_refuses_what_changed_by_itself(
     run.recipe_path.write_text(text.replace("learning_rate: 0.01", "learning_rate: 0.02"))
     assert main([str(run.path), "--resume"]) == 2
     assert "optimizer.learning_rate was 0.01, is 0.02" in capsys.readouterr().err
+    monkeypatch.setenv("SHARDWISE_ACCEPT", "versions.torch, optimizer.learning_rate")  # one has not changed
+    assert main([str(run.path), "--resume"]) == 0
+    assert "is 0.02 (accepted)" in [e for e in run.events() if isinstance(e, Warned)][-1].message
