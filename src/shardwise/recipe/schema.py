@@ -172,7 +172,7 @@ class DeepSpeed(Section):
 class Engine(Section):
     name: Literal["auto", "single", "ddp", "fsdp2", "deepspeed"] = _help("what runs the step", AUTO)
     device: Literal["auto", "cpu", "cuda", "mps"] = _help("where tensors live", AUTO)
-    processes: PositiveInt | Auto = _help("ranks on this machine; auto: one per GPU", AUTO)
+    processes: PositiveInt | Auto = _help("ranks on this machine, or on each of launch.nodes; auto: one per GPU", AUTO)
     fsdp2: Fsdp2 = _help("read when name is fsdp2", Fsdp2())
     deepspeed: DeepSpeed = _help("read when name is deepspeed", DeepSpeed())
 

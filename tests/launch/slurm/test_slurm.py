@@ -88,13 +88,16 @@ def test_a_preempted_run_is_requeued_and_ends_with_the_same_losses(
     assert run.state == "done" and [step for step, _ in losses(run)] == list(range(1, STEPS + 1))
 
     assert losses(run) == whole_losses
+    kept = parse_recipe(run.recipe_text())  # two ranks in all: one on each of two nodes, as in every file
+    assert (kept.engine.processes, kept.launch.nodes) == (1, 2)
 
 
 def test_zero_3_runs_over_two_nodes_as_fsdp2_does(slurm: Cluster, place: Path) -> None:
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    cache = place / "cache"
     done = subprocess.run(
-        command("--name", "zero3", "--preflight", *ZERO_3), cwd=place, env=environment(slurm), text=True,
-        capture_output=True, timeout=300, check=False,
+        command("--name", "zero3", "--preflight", "--set", f"launch.cache={cache}", *ZERO_3),
+        cwd=place, env=environment(slurm), text=True, capture_output=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     run = RunFolder(place / "runs" / "zero3")
@@ -105,6 +108,7 @@ def test_zero_3_runs_over_two_nodes_as_fsdp2_does(slurm: Cluster, place: Path) -
     assert json.loads((run.path / "summary.json").read_text())["estimate"]["peak_allocated_bytes"] > 0
     (log,) = (place / "runs" / "launches" / "zero3").glob("slurm-*.out")
     assert "preflight: 2 ranks on 2 nodes, all answer" in log.read_text()
+    assert log.read_text().count("preparing rows") == 2 and any((cache / "shardwise").rglob("*.*"))
     assert len(json.loads((run.logs_path / "links.json").read_text())["sent"]) == 2
 
 

@@ -39,7 +39,7 @@ def node(folder: Path, number: int, machines: list[networks.Host], port: int) ->
     """PET_LOCAL_ADDR: the names of these nodes do not resolve, as names on a cluster do."""
     environment = {
         **os.environ, "HEAD": machines[0].address, "PORT": str(port), "PET_LOCAL_ADDR": machines[number].address,
-        "OMP_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1", "SHARDWISE_CACHE": str(folder / f"cache-of-node-{number}"),
     }  # fmt: skip
     script = str(folder / "runs" / "launches" / "two" / "node.sh")
     with (folder / f"node-{number}.log").open("ab") as log:
@@ -76,5 +76,7 @@ def test_a_killed_node_rejoins_and_the_run_ends_right(
     resumed = [e.model_dump()["step"] for e in run.events("resume")]
     assert len(resumed) == 1 and resumed[0] % 10 == 0 and 0 < resumed[0] < STEPS
     assert run.state == "done" and losses(run) == whole_losses
+    for number in (0, 1):  # each node had its rows in a cache of its own before its rank started
+        assert any((tmp_path / f"cache-of-node-{number}").rglob("*.*")), "no rows were prepared there"
     left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert str(run.path) not in left and sys.executable in left
