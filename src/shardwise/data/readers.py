@@ -60,11 +60,21 @@ def lazy_rows(file: DataFile) -> Iterator[Lazy]:
             for row in _READERS[file.kind](file.path):
                 yield partial(_same, row)
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as problem:
-        raise DataError(
-            f"'{file.name}' cannot be read",
-            getattr(problem, "strerror", None) or str(problem) or type(problem).__name__,
-            "check that the file is complete and that you may read it",
-        ) from None
+        raise _cannot_read(file, problem) from None
+    except DataError:
+        raise
+    except Exception as problem:  # whatever a network library raises
+        if isinstance(file.path, Remote):
+            raise _cannot_read(file, problem) from None
+        raise
+
+
+def _cannot_read(file: DataFile, problem: Exception) -> DataError:
+    return DataError(
+        f"'{file.name}' cannot be read",
+        getattr(problem, "strerror", None) or str(problem) or type(problem).__name__,
+        "check that the file is complete and that you may read it",
+    )
 
 
 def _same(row: Row | Unreadable) -> Row | Unreadable:

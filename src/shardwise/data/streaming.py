@@ -24,6 +24,7 @@ from shardwise.data.stream import Memory, StreamSpec
 from shardwise.data.view import TEXT_SEQUENCE, view
 from shardwise.errors import DataError, RecipeError
 from shardwise.recipe.schema import Data, Recipe
+from shardwise.units import format_bytes
 
 LOOKED_AT = 256  # rows of each source, before a run
 
@@ -172,7 +173,7 @@ def _said(parts: list[Part], weights: tuple[float, ...], buffer_rows: int) -> st
     files = [file for part in parts for file in part.files]
     size = sum(file.size_bytes for file in files)
     text = (
-        f"{len(files):,} file{'s' * (len(files) != 1)}, {size / 10**9:,.3g} GB, read during the run and never kept; "
+        f"{len(files):,} file{'s' * (len(files) != 1)}, {format_bytes(size)}, read during the run and never kept; "
         f"shuffled within {buffer_rows:,} rows; these numbers are of the first {LOOKED_AT} rows of each source"
     )
     if len(parts) > 1:
