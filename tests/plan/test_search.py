@@ -102,12 +102,25 @@ def test_65b_qlora_fits_one_48_gb_card() -> None:
     assert found.recommended is not None
 
 
-def test_five_thousand_candidates_in_a_second() -> None:
-    start = time.process_time()
-    found = ask("Qwen/Qwen2.5-7B", gpus=None)
-    seconds = time.process_time() - start
-    assert found.tried >= 5_000
-    assert seconds / found.tried * 5_000 < 1.0
+def test_five_thousand_new_candidates_take_a_tenth_of_a_second() -> None:
+    """About 0.08 s of a quiet core; the best of three lengths nobody asked for before, with room for a slow one."""
+    per_candidate = []
+    for length in (1536, 3072, 6144):
+        start = time.process_time()
+        found = ask("Qwen/Qwen2.5-7B", gpus=None, sequence_length=length)
+        per_candidate.append((time.process_time() - start) / found.tried)
+        assert found.tried >= 5_000
+    assert min(per_candidate) * 5_000 < 0.25
+
+
+def test_a_catalogue_answers_with_the_best_engine_of_each_offer() -> None:
+    found = ask(gpus=None)
+    offers = [(o.plan.offer.name, o.plan.stack.method) for o in found.options]
+    assert len(offers) == len(set(offers))
+    assert found.recommended is not None
+    same = ask(gpus=found.recommended.plan.offer.name, methods=(found.recommended.plan.stack.method,))
+    assert same.recommended is not None
+    assert same.recommended.plan.stack == found.recommended.plan.stack
 
 
 def test_the_written_recipe_is_the_stack() -> None:

@@ -109,9 +109,9 @@ def test_what_is_not_installed_is_not_chosen_and_that_is_said() -> None:
 def test_what_is_not_legal_is_not_chosen() -> None:
     recipe, _ = plan("method: qlora\n", "2xRTX4090", LARGE)
     assert recipe.engine.name == "fsdp2" and recipe.engine.fsdp2.cpu_offload
-    sgd, _ = plan("method: full\noptimizer: {name: sgd}\n", "1xH100-80GB")
-    assert sgd.engine.deepspeed.offload_optimizer == "none"
-    for one in (recipe, sgd):
+    factored, _ = plan("method: full\noptimizer: {name: adafactor}\n", "1xH100-80GB")
+    assert factored.engine.deepspeed.offload_optimizer == "none"
+    for one in (recipe, factored):
         check(one, catalogue_shape(LARGE), Situation("cuda", 2, "9.0", PACKAGES))
 
 

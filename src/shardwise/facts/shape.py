@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from shardwise.errors import RecipeError, nearest
 from shardwise.facts.tensors import TensorGroup
@@ -14,7 +15,7 @@ ATTENTION_MODULES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelShape:
     """Everything about a model that memory, time and adapters depend on. Counts are exact.
 
@@ -58,17 +59,30 @@ class ModelShape:
         """Parameters of these kinds (embedding, head, linear, norm, bias, expert, router)."""
         return sum(t.parameters for t in self.tensors if t.kind in kinds and part in (None, t.part))
 
-    @property
+    def __hash__(self) -> int:
+        """Of what tells models apart: a search looks shapes up by the thousand."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.source, self.total_parameters, self.hidden_size, self.num_hidden_layers))
+
+    @cached_property
+    def _adapters(self) -> dict[tuple[int, str | tuple[str, ...], bool], int]:
+        """Answers of `lora_parameters` so far."""
+        return {}
+
+    @cached_property
     def vision_parameters(self) -> int:
         return sum(t.parameters for t in self.tensors if t.part == "vision")
 
-    @property
+    @cached_property
     def layer_parameters(self) -> int:
         """Parameters of one transformer layer of the text model, the mean over layers."""
         per_layer = (t.parameters for t in self.tensors if t.per_layer and t.part == "text")
         return sum(per_layer) // self.num_hidden_layers
 
-    @property
+    @cached_property
     def quantised_parameters(self) -> int:
         """What 4-bit loading really quantises: linear layers outside the head.
 
@@ -99,10 +113,14 @@ class ModelShape:
 
     def lora_parameters(self, rank: int, targets: str | Sequence[str], dora: bool = False) -> int:
         """Trained parameters: rank x (in + out) for every adapted matrix, and `out` magnitudes with DoRA."""
-        return sum(
-            (rank * (t.shape[0] + t.shape[1]) + (t.shape[0] if dora else 0)) * t.count
-            for t in self.adapted(targets)
-        )
+        key = rank, targets if isinstance(targets, str) else tuple(targets), dora
+        known = self._adapters.get(key)
+        if known is None:
+            known = self._adapters[key] = sum(
+                (rank * (t.shape[0] + t.shape[1]) + (t.shape[0] if dora else 0)) * t.count
+                for t in self.adapted(targets)
+            )
+        return known
 
 
 def _as_names(targets: str | Sequence[str]) -> Sequence[str]:

@@ -33,11 +33,16 @@ class ById:
         return isinstance(other, ById) and other.shape is self.shape
 
 
-def least_possible_bytes(shape: ModelShape, method: str) -> float:
-    """Bytes that no stack of the method goes below, over all shards together."""
+def least_possible_bytes(shape: ModelShape, method: str, sharding: str, shards: int) -> float:
+    """Bytes of one rank that no stack of the method and sharding goes below, nothing offloaded."""
+    whole = sharding not in ("fsdp2", "zero3")
     if method == "qlora":
-        return 0.5 * shape.quantised_parameters
-    return (4.0 if method == "full" else 2.0) * shape.total_parameters
+        return 0.5 * shape.quantised_parameters / (1 if whole else shards)
+    weights = 2.0 * shape.total_parameters / (1 if whole else shards)
+    if method != "full":
+        return weights
+    split = sharding not in ("single", "ddp")  # gradients, or what is kept of them
+    return weights + 2.0 * shape.total_parameters / (shards if split else 1)
 
 
 def least_gpus(question: Question) -> Iterator[Least]:
@@ -53,11 +58,10 @@ def least_gpus(question: Question) -> Iterator[Least]:
 
 
 def _fewest(question: Question, key: ById, gpu: Gpu, method: str) -> int | None:
-    floor = least_possible_bytes(question.shape, method)
     for count in COUNTS:
         if count > gpu.gpus_per_node and gpu.form == "desktop":
             return None
-        if floor / count > gpu.usable_bytes:
+        if least_possible_bytes(question.shape, method, "fsdp2", count) > gpu.usable_bytes:
             continue
         per_node = min(count, gpu.gpus_per_node)
         stack = Stack(

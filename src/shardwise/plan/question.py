@@ -15,7 +15,10 @@ COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked. `offers` empty: the catalogue is searched."""
+    """What is asked. `offers` empty: the catalogue is searched, and each offer answers with its best engine only.
+
+    `best_only`: so it does for `offers` too.
+    """
 
     shape: ModelShape
     prices: Prices
@@ -35,6 +38,7 @@ class Question:
     most_gpus: int = 64
     micro_batch_size: int | None = None  # only this one
     activation_checkpointing: str | None = None  # only this kind
+    best_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,15 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from math import inf
 from typing import Any
 
 from shardwise.estimate.cost import energy_kwh, estimate_cost
 from shardwise.estimate.speed import estimate_speed
 from shardwise.estimate.stack import Stack
 from shardwise.facts.gpus import Offer, catalogue
-from shardwise.plan.fewest import ById, least_gpus, least_possible_bytes, memory_of, rejections
+from shardwise.plan.fastest import Grid, fastest, grid_of
+from shardwise.plan.fewest import least_gpus, least_possible_bytes, rejections
 from shardwise.plan.model import Plan, fill_of, planned_steps, verdict
 from shardwise.plan.question import (
     COUNTS,
@@ -31,21 +33,15 @@ CHECKPOINTING = ("none", "selective", "full")
 START_SECONDS = 60.0  # processes, libraries, kernels
 
 
-def stacks_for(question: Question, method: str, offer: Offer) -> Iterator[Stack]:
-    """Every stack of a method on an offer: engine and stage x offload x checkpointing x micro-batch."""
-    ranks = offer.count
-    batch = global_batch(question, method, offer)
-    per_rank = batch // ranks
+def grids(question: Question, method: str, offer: Offer) -> Iterator[Grid]:
+    """Every stack of a method on an offer: per engine and offload a grid of checkpointing x micro-batch."""
+    per_rank = global_batch(question, method, offer) // offer.count
+    kinds = _asked(question.activation_checkpointing, CHECKPOINTING)
+    micros = _asked(question.micro_batch_size, MICROS)
     for base in _shardings(question, method, offer):
-        for checkpointing in _asked(question.activation_checkpointing, CHECKPOINTING):
-            for micro in _asked(question.micro_batch_size, MICROS):
-                if per_rank % micro == 0:
-                    yield replace(
-                        base,
-                        micro_batch_size=micro,
-                        gradient_accumulation_steps=per_rank // micro,
-                        activation_checkpointing=checkpointing,
-                    )
+        grid = grid_of(question.shape, base, per_rank, kinds, micros)
+        if grid.micros:
+            yield grid
 
 
 def _asked(only: Any, every: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -171,15 +167,16 @@ class _Search:
     changing them searches nothing again.
     """
 
-    __slots__ = ("method", "offer", "question", "values")
+    __slots__ = ("best_only", "method", "offer", "question", "values")
 
     def __init__(self, question: Question, method: str, offer: Offer) -> None:
         self.question, self.method, self.offer = question, method, offer
         q = question
+        self.best_only = q.best_only or not q.offers
         self.values = (
             id(q.shape), id(offer.gpu), offer.count, offer.gpus_per_node, method,
             global_batch(q, method, offer), q.sequence_length, q.lora_rank, q.lora_targets, q.master_weights,
-            q.micro_batch_size, q.activation_checkpointing,
+            q.micro_batch_size, q.activation_checkpointing, self.best_only,
         )  # fmt: skip
 
     def __hash__(self) -> int:
@@ -200,40 +197,41 @@ def _best_of(
 @lru_cache(maxsize=4096)
 def _search(asked: _Search) -> tuple[tuple[Plan, ...], dict[str, tuple[int, Stack]], int]:
     question, method, offer = asked.question, asked.method, asked.offer
-    best: dict[str, Plan] = {}
+    plans: list[Plan] = []
     smallest: dict[str, tuple[int, Stack]] = {}
-    key, capacity, tried = ById(question.shape), offer.gpu.usable_bytes, 0
-    floor = least_possible_bytes(question.shape, method)
-    for stack in stacks_for(question, method, offer):
-        tried += 1
-        engine = engine_name(stack)
-        if floor / stack.dp_shard > capacity and stack.offload_parameters == "none":
-            smallest.setdefault(engine, (int(floor / stack.dp_shard), stack))
+    capacity, tried = offer.gpu.usable_bytes, 0
+    best_only = asked.best_only
+    found_grids = grids(question, method, offer)
+    for grid in sorted(found_grids, key=lambda g: simplicity(g.base)) if best_only else found_grids:
+        tried += len(grid)
+        engine = engine_name(grid.base)
+        offloads = grid.base.offload_parameters != "none" or grid.base.offload_optimizer != "none"
+        floor = least_possible_bytes(question.shape, method, grid.base.sharding, grid.base.dp_shard)
+        if best_only and floor > capacity and not offloads:
+            continue  # what it would need is not asked
+        # Where only the best engine counts: not simpler than the one found, it must be faster by what counts.
+        rival = plans[0].speed.step_seconds if best_only and plans and plans[0].verdict == "fits" else inf
+        found = fastest(grid, offer, 0.97 * rival)
+        if found is None:
             continue
-        memory = memory_of(key, stack)
-        needed = memory.allocated_bytes + memory.fixed_bytes
-        if engine not in smallest or needed < smallest[engine][0]:
-            smallest[engine] = needed, stack
-        if verdict(memory, capacity) == "does not fit":
+        if not found.sure:
+            smallest[engine] = found.memory.allocated_bytes + found.memory.fixed_bytes, found.stack
+            if verdict(found.memory, capacity) == "does not fit":
+                continue
+        speed = estimate_speed(question.shape, offer.gpu, found.stack)
+        plan = Plan(question.shape, offer, found.stack, found.memory, speed, capacity)
+        if not found.sure and not plan.host_fits:
             continue
-        speed = estimate_speed(question.shape, offer.gpu, stack)
-        plan = Plan(question.shape, offer, stack, memory, speed, capacity)
-        if not plan.host_fits:
-            continue
-        other = best.get(engine)
-        if other is None or _better(plan, other):
-            best[engine] = plan
-    return tuple(best.values()), smallest, tried
+        if not best_only or not plans:
+            plans.append(plan)
+        elif _before(plan) < _before(plans[0]):
+            plans = [plan]
+    return tuple(plans), smallest, tried
 
 
-def _better(plan: Plan, other: Plan) -> bool:
-    """A sure fit before a tight one; of two tight ones the smaller, of two sure ones the faster."""
-    if (plan.verdict == "fits") != (other.verdict == "fits"):
-        return plan.verdict == "fits"
-    if plan.verdict != "fits":
-        return plan.needed_bytes < other.needed_bytes
-    mine, theirs = (p.speed.step_seconds / p.speed.tokens_per_step for p in (plan, other))
-    return mine < 0.98 * theirs
+def _before(plan: Plan) -> tuple[bool, int, int]:
+    """Of two engines on one offer the sure one, then the faster, then the simpler."""
+    return plan.verdict != "fits", bucket(plan.speed.step_seconds), simplicity(plan.stack)
 
 
 def _option(question: Question, plan: Plan) -> Option:

@@ -4,7 +4,7 @@ import gc
 import shlex
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from shardwise.errors import UsageError, unknown_name
@@ -75,13 +75,13 @@ def ask(controls: Controls, sources: Sources) -> Answer:
 
 
 def ask_all_counts(controls: Controls, sources: Sources) -> Answer:
-    """The same question over every count of the chosen GPU (or, for any GPU, the catalogue)."""
+    """The best engines over every count of the chosen GPU (or, for any GPU, over the catalogue)."""
     if controls.gpu == ANY:
         return ask(controls, sources)
     gpu = find_gpu(controls.gpu)
     counts = [n for n in COUNTS if n <= 64 and (n <= gpu.gpus_per_node or _fills_nodes(gpu, n))]
     names = dict.fromkeys([*(f"{n}x{gpu.name}" for n in counts), controls.offer_name])
-    return _ask(controls, _permitted(controls, sources), tuple(names))
+    return _ask(controls, _permitted(controls, sources), tuple(names), True)
 
 
 def _fills_nodes(gpu: object, count: int) -> bool:
@@ -99,8 +99,11 @@ def _permitted(controls: Controls, sources: Sources) -> bool:
 
 
 @lru_cache(maxsize=512)
-def _ask(controls: Controls, on_disk: bool, offers: tuple[str | None, ...]) -> Answer:
-    found = answer(question(controls, on_disk, tuple(parse_offer(o) for o in offers if o is not None)))
+def _ask(
+    controls: Controls, on_disk: bool, offers: tuple[str | None, ...], best_only: bool = False
+) -> Answer:
+    asked = question(controls, on_disk, tuple(parse_offer(o) for o in offers if o is not None))
+    found = answer(replace(asked, best_only=best_only))
     # Remembered answers hold some 100,000 objects, and a full collection over them stalls the page for 100 ms.
     # They stay for long and have no cycles, so the collector need not look at them again.
     gc.collect(1)

@@ -115,11 +115,17 @@ def play(q: Question, sheet: Sheet | None = None) -> Sheet:
     return sheet
 
 
+def _played(q: Question) -> list[str]:
+    """Names of the layers that are played: two at each end, or all where there are no more."""
+    names = [f"{i}." for i in range(q.layers)]
+    return names if q.layers <= 4 or q.every_layer else [names[0], names[1], names[-2], names[-1]]
+
+
 def _weight_names(q: Question) -> list[str]:
     """Every parameter gradient that will come up, so that it is added to instead of made."""
     b = q.block
     names = ["embedding", "head", "norm"]
-    for layer in (f"{i}." for i in range(q.layers)):
+    for layer in _played(q):
         for m in (*b.attention_in, b.attention_out, *b.mlp_in, *((b.mlp_out,) if b.mlp_out else ())):
             names += [layer + m.name, f"{layer}{m.name}.A", f"{layer}{m.name}.B"]
         names += [layer + n for n in ("norm1", "norm2", "norm1b", "norm2b", "q_norm", "k_norm", "experts")]
@@ -130,9 +136,7 @@ def _layers_forward(
     sheet: Sheet, forward: Forward, q: Question, h: Paper
 ) -> tuple[list[_Segment], dict[str, int]]:
     """Play two layers at each end; add what the ones between keep, and return that by term."""
-    names = [f"{i}." for i in range(q.layers)]
-    if q.layers > 4 and not q.every_layer:
-        names = [names[0], names[1], names[-2], names[-1]]
+    names = _played(q)
     skipped = q.layers - len(names)
     segments: list[_Segment] = []
     between: dict[str, int] = {}

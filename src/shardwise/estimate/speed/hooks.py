@@ -26,31 +26,13 @@ def engine_of(stack: Stack, alone: str) -> Engine:
 
 
 @lru_cache(maxsize=4096)
-def _tensors(
-    shape_id: int, shape: "_Same", method: str, targets: str | tuple[str, ...], looped: bool
-) -> tuple[int, int]:
+def _tensors(shape: ModelShape, method: str, targets: str | tuple[str, ...], looped: bool) -> tuple[int, int]:
     """(parameter tensors of the model with its adapters, those of them that are trained)."""
-    of = shape.shape
-    base = sum(t.count * (t.shape[0] if looped and t.kind == "expert" else 1) for t in of.tensors)
+    base = sum(t.count * (t.shape[0] if looped and t.kind == "expert" else 1) for t in shape.tensors)
     if method == "full":
         return base, base
-    adapters = 2 * sum(t.count for t in of.adapted(targets))
+    adapters = 2 * sum(t.count for t in shape.adapted(targets))
     return base + adapters, adapters
-
-
-class _Same:
-    """A shape in a cache's key; the id beside it is what is compared."""
-
-    __slots__ = ("shape",)
-
-    def __init__(self, shape: ModelShape) -> None:
-        self.shape = shape
-
-    def __hash__(self) -> int:
-        return 0
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.shape is other.shape
 
 
 def hook_operations(
@@ -69,7 +51,7 @@ def hook_operations(
     """
     if engine == "none":
         return 0.0
-    every, trained = _tensors(id(shape), _Same(shape), method, targets, looped)
+    every, trained = _tensors(shape, method, targets, looped)
     if engine == "zero":
         return c.OPS_PER_BUCKETED * trained
     if engine == "zero3":

@@ -72,7 +72,7 @@ class Work:
 
 @lru_cache(maxsize=65536)
 def micro_batch_work(
-    shape_key: "ShapeKey",
+    shape: ModelShape,
     gpu_key: tuple[str, float, float, float, float],
     method: str,
     rank: int,
@@ -87,7 +87,6 @@ def micro_batch_work(
     engine: Engine,
 ) -> Work:
     """One rank's work for `tokens` tokens in sequences of `sequence`."""
-    shape = shape_key.shape
     capability, peak, share, bandwidth, op_seconds = gpu_key
     speed, stream = peak * share, bandwidth * c.BANDWIDTH
     passes = _passes(method, checkpointing, program)
@@ -153,23 +152,7 @@ def micro_batch_work(
     )
 
 
-class ShapeKey:
-    """A model shape hashed by identity of its numbers, once."""
-
-    __slots__ = ("_hash", "shape")
-
-    def __init__(self, shape: ModelShape) -> None:
-        self.shape = shape
-        self._hash = hash((shape.source, shape.total_parameters, shape.hidden_size, shape.num_hidden_layers))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ShapeKey) and (self.shape is other.shape or self.shape == other.shape)
-
-
-def work_of(key: ShapeKey, gpu: Gpu, stack: Stack, program: Program = OURS) -> Work:
+def work_of(shape: ModelShape, gpu: Gpu, stack: Stack, program: Program = OURS) -> Work:
     """`micro_batch_work` of a stack on a GPU."""
     op = gpu.op_seconds or c.OP_SECONDS
     gpu_key = (
@@ -180,7 +163,7 @@ def work_of(key: ShapeKey, gpu: Gpu, stack: Stack, program: Program = OURS) -> W
         op,
     )
     return micro_batch_work(
-        key, gpu_key, stack.method, stack.lora_rank, stack.lora_targets, stack.tokens_per_micro_batch,
+        shape, gpu_key, stack.method, stack.lora_rank, stack.lora_targets, stack.tokens_per_micro_batch,
         stack.sequence_length, stack.activation_checkpointing, stack.precision, stack.attention, stack.compile,
         program, engine_of(stack, program.engine),
     )  # fmt: skip
@@ -201,16 +184,11 @@ def _passes(method: str, checkpointing: str, program: Program) -> float:
 
 
 @lru_cache(maxsize=256)
-def _matrix_parameters_of(key: ShapeKey) -> tuple[int, int, int]:
-    shape = key.shape
+def _matrix_parameters(shape: ModelShape) -> tuple[int, int, int]:
+    """Weights that every token is multiplied with, all experts' weights, and the output head's."""
     dense = shape.count("linear", "router", part="text")
     head = shape.vocab_size * shape.hidden_size
     return dense, shape.count("expert"), head
-
-
-def _matrix_parameters(shape: ModelShape) -> tuple[int, int, int]:
-    """Weights that every token is multiplied with, all experts' weights, and the output head's."""
-    return _matrix_parameters_of(ShapeKey(shape))
 
 
 def _depth(width: int) -> float:
@@ -303,8 +281,8 @@ def _mlp_width(shape: ModelShape) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _adapter_widths(key: ShapeKey, targets: str | tuple[str, ...]) -> tuple[int, int]:
-    groups = key.shape.adapted(targets)
+def _adapter_widths(shape: ModelShape, targets: str | tuple[str, ...]) -> tuple[int, int]:
+    groups = shape.adapted(targets)
     return sum((t.shape[0] + t.shape[1]) * t.count for t in groups), sum(t.count for t in groups)
 
 
@@ -313,20 +291,19 @@ def _adapter_bytes(
 ) -> float:
     """An adapter reads its input again and adds its output to the base's: per token over all layers."""
     each = c.ADAPTER_FP32_BYTES if program.fp32_adapters else c.ADAPTER_BYTES
-    return _adapter_widths(ShapeKey(shape), targets)[0] * (each / 2 if compiled else each)
+    return _adapter_widths(shape, targets)[0] * (each / 2 if compiled else each)
 
 
 @lru_cache(maxsize=4096)
 def _operations_of(
-    key: ShapeKey, method: str, targets: str | tuple[str, ...], compiled: bool, looped: bool
+    shape: ModelShape, method: str, targets: str | tuple[str, ...], compiled: bool, looped: bool
 ) -> tuple[float, float]:
     """Operations the host issues in one forward, and the share that only adapters and backward add."""
-    shape = key.shape
     ops = float(c.OPS_PER_LAYER * shape.num_hidden_layers)
     if shape.is_moe:
         ops += len(shape.moe_layers) * (shape.num_experts * c.OPS_PER_EXPERT if looped else 25)
     if method != "full":
-        ops += c.OPS_PER_ADAPTER * _adapter_widths(key, targets)[1]
+        ops += c.OPS_PER_ADAPTER * _adapter_widths(shape, targets)[1]
     if method == "qlora":
         ops += c.OPS_PER_DEQUANTISED * sum(t.count for t in shape.tensors if t.kind == "linear")
     return (ops * (c.COMPILED_OPS if compiled else 1.0)), 0.0
@@ -341,5 +318,5 @@ def _operations(
     program: Program,
 ) -> float:
     """Operations of forward, backward (twice as many) and recomputation."""
-    forward, _ = _operations_of(ShapeKey(shape), method, targets, compiled, program.experts == "looped")
+    forward, _ = _operations_of(shape, method, targets, compiled, program.experts == "looped")
     return forward * (3 + _again(checkpointing, program))

@@ -1,12 +1,11 @@
 """Seconds of one optimizer step of a stack on an offer, and where they go."""
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 from shardwise.estimate.memory.formula import estimate_memory
 from shardwise.estimate.speed import constants as c
 from shardwise.estimate.speed.collectives import Group, group
-from shardwise.estimate.speed.layer import OURS, Program, ShapeKey, Work, work_of
+from shardwise.estimate.speed.layer import OURS, Program, Work, work_of
 from shardwise.estimate.stack import Stack
 from shardwise.facts.gpus import Gpu
 from shardwise.facts.model import ModelShape
@@ -50,14 +49,9 @@ class SpeedEstimate:
 
 def estimate_speed(shape: ModelShape, gpu: Gpu, stack: Stack, program: Program = OURS) -> SpeedEstimate:
     """Time of one optimizer step of `stack` on `gpu`s."""
-    key = shape_key(shape)
-    work = work_of(key, gpu, stack, program)
+    work, exposed, update, moved = _shares(shape, gpu, stack, program)
     micro_batches = stack.gradient_accumulation_steps
-    compute = work.seconds * micro_batches
-    exposed = _communication(shape, gpu, stack, work, program)
-    update, moved = _update(shape, gpu, stack)
-    moved += _paging(shape, gpu, stack, program)
-    step = compute + exposed + update + moved
+    step = work.seconds * micro_batches + exposed + update + moved
     tokens = stack.tokens_per_micro_batch * micro_batches * stack.world_size
     per_gpu = tokens / stack.world_size / step
     peak = gpu.peak_flops(stack.precision)
@@ -87,14 +81,20 @@ def estimate_speed(shape: ModelShape, gpu: Gpu, stack: Stack, program: Program =
     )
 
 
-@lru_cache(maxsize=256)
-def _key_by_id(_: int, key: ShapeKey) -> ShapeKey:
-    return key
+def step_seconds(shape: ModelShape, gpu: Gpu, stack: Stack, program: Program = OURS) -> float:
+    """`estimate_speed`'s time of a step alone, for a search that compares many."""
+    work, *rest = _shares(shape, gpu, stack, program)
+    return work.seconds * stack.gradient_accumulation_steps + sum(rest)
 
 
-def shape_key(shape: ModelShape) -> ShapeKey:
-    """A hashable stand-in for the shape, made once per shape."""
-    return _key_by_id(id(shape), ShapeKey(shape))
+def _shares(shape: ModelShape, gpu: Gpu, stack: Stack, program: Program) -> tuple[Work, float, float, float]:
+    """Work of one micro-batch; and of a step: exposed communication, update, offload, in seconds."""
+    work = work_of(shape, gpu, stack, program)
+    exposed = _communication(shape, gpu, stack, work)
+    update, moved = _update(shape, gpu, stack)
+    if stack.optimizer.startswith("paged") or program.paged:
+        moved += _paging(shape, gpu, stack)
+    return work, exposed, update, moved
 
 
 def trained_parameters(shape: ModelShape, stack: Stack) -> int:
@@ -112,7 +112,7 @@ def _layer_bytes(shape: ModelShape, stack: Stack) -> float:
     return float(size * shape.layer_parameters)
 
 
-def _communication(shape: ModelShape, gpu: Gpu, stack: Stack, work: Work, program: Program) -> float:
+def _communication(shape: ModelShape, gpu: Gpu, stack: Stack, work: Work) -> float:
     """Seconds of a step that compute waits for collectives, or is slowed by them."""
     n = stack.world_size
     if n == 1:
@@ -204,12 +204,12 @@ def _update(shape: ModelShape, gpu: Gpu, stack: Stack) -> tuple[float, float]:
     return local * bytes_per_element / stream + 2e-3, moved
 
 
-def _paging(shape: ModelShape, gpu: Gpu, stack: Stack, program: Program) -> float:
+def _paging(shape: ModelShape, gpu: Gpu, stack: Stack) -> float:
     """Seconds that a paged optimizer's states need to come and go over PCIe: those that find no room.
 
     Managed memory is fetched ahead page by page (cudaMemPrefetchAsync, as bitsandbytes does), at PCIe's rate.
     """
-    if not (stack.optimizer.startswith("paged") or program.paged) or gpu.kind != "cuda":
+    if gpu.kind != "cuda":
         return 0.0
     memory = estimate_memory(shape, stack)
     over = memory.allocated_bytes + memory.fixed_bytes - gpu.usable_bytes

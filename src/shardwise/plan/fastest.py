@@ -1,0 +1,236 @@
+"""The fastest stack of one engine that fits, found without looking at every candidate.
+
+Of the candidates of an engine (checkpointing x micro-batch) most are decided by bounds:
+
+- more sequences at once never make a token slower, and recomputation never makes it faster;
+- more sequences never need less memory while gradients are accumulated;
+- no engine needs less than its states and what one device holds at the peak of the forward pass without any.
+
+So few estimates of memory are made, each of which plays a step. The answer is that of all candidates one by one; a
+test compares the two.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import inf, lcm
+
+from shardwise.estimate.memory.fixed import fixed_bytes
+from shardwise.estimate.memory.formula import estimate_memory
+from shardwise.estimate.memory.states import held
+from shardwise.estimate.memory.terms import MemoryEstimate
+from shardwise.estimate.memory.trainer import OURS
+from shardwise.estimate.speed import step_seconds
+from shardwise.estimate.stack import Stack
+from shardwise.facts.gpus import Offer
+from shardwise.facts.model import ModelShape
+from shardwise.plan.model import host_holds, verdict
+
+EQUAL = 0.98  # a stack replaces a simpler one only when it takes less than this share of its time
+
+
+class Grid:
+    """The candidates of one engine: `kinds` of checkpointing x `micros`, each stack and its memory made when asked.
+
+    Nothing here depends on the GPU beyond what the base stack says of it, so one grid serves every card.
+    `alone`: the grid of one device without an engine (None: this is it).
+    """
+
+    __slots__ = (
+        "_least",
+        "_memory",
+        "_stacks",
+        "_static",
+        "alone",
+        "base",
+        "kinds",
+        "micros",
+        "per_rank",
+        "shape",
+    )
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        base: Stack,
+        per_rank: int,
+        kinds: Sequence[str],
+        micros: Sequence[int],
+        alone: "Grid | None" = None,
+    ) -> None:
+        self.shape, self.base, self.per_rank, self.alone = shape, base, per_rank, alone
+        self.kinds, self.micros = tuple(kinds), tuple(m for m in micros if per_rank % m == 0)
+        self._stacks: dict[tuple[str, int], Stack] = {}
+        self._memory: dict[tuple[str, int], MemoryEstimate] = {}
+        self._static: dict[bool, int] = {}
+        self._least: dict[tuple[str, int], int] = {}
+
+    def __len__(self) -> int:
+        return len(self.kinds) * len(self.micros)
+
+    def stack(self, kind: str, micro: int) -> Stack:
+        found = self._stacks.get((kind, micro))
+        if found is None:
+            found = self._stacks[kind, micro] = replace(
+                self.base,
+                micro_batch_size=micro,
+                gradient_accumulation_steps=self.per_rank // micro,
+                activation_checkpointing=kind,  # type: ignore[arg-type]
+            )
+        return found
+
+    def memory(self, kind: str, micro: int) -> MemoryEstimate:
+        found = self._memory.get((kind, micro))
+        if found is None:
+            found = self._memory[kind, micro] = estimate_memory(self.shape, self.stack(kind, micro))
+        return found
+
+    def at_least(self, kind: str, micro: int) -> int:
+        """A lower bound of what one device needs: its states, and what the forward pass holds on one device.
+
+        The latter is the larger of lines in the number of sequences, so the line through the two smallest
+        micro-batches stays below it for larger ones.
+        """
+        found = self._least.get((kind, micro))
+        if found is None:
+            found = self._least[kind, micro] = self._at_least(kind, micro)
+        return found
+
+    def _at_least(self, kind: str, micro: int) -> int:
+        if self.alone is None:
+            return needed(self.memory(kind, micro))
+        alone, (first, *others) = self.alone, self.alone.micros
+        forward = alone.forward_bytes(kind, first)
+        if others:
+            slope = (alone.forward_bytes(kind, others[0]) - forward) / (others[0] - first)
+            forward += int(slope * (micro - first))
+        return self.static_bytes(kind, micro) + forward + fixed_bytes(self.base)
+
+    def forward_bytes(self, kind: str, micro: int) -> int:
+        """What lives at the peak of the forward pass beyond the states."""
+        return self.memory(kind, micro).phases["forward"] - self.static_bytes(kind, micro)
+
+    def static_bytes(self, kind: str, micro: int) -> int:
+        """What a device holds between steps; it depends on whether gradients are accumulated, on nothing else."""
+        accumulates = micro < self.per_rank
+        found = self._static.get(accumulates)
+        if found is None:
+            h = held(self.shape, self.stack(kind, micro), OURS)
+            found = self._static[accumulates] = h.weights + h.masters + h.optimizer + h.gradients
+        return found
+
+
+def needed(memory: MemoryEstimate) -> int:
+    """What one device must hold: live tensors and what the process takes beside them."""
+    return memory.allocated_bytes + memory.fixed_bytes
+
+
+@lru_cache(maxsize=8192)
+def grid_of(
+    shape: ModelShape, base: Stack, per_rank: int, kinds: tuple[str, ...], micros: tuple[int, ...]
+) -> Grid:
+    """The grid of an engine, remembered."""
+    alone = None
+    if base.sharding != "single" or base.offload_optimizer != "none":
+        single = replace(
+            base, sharding="single", world_size=1, gpus_per_node=1, dp_replicate=1, offload_optimizer="none",
+            offload_parameters="none",
+        )  # fmt: skip
+        # Twice the largest micro-batch: one grid for every number of GPUs.
+        alone = grid_of(shape, single, 2 * lcm(*micros), kinds, micros)
+    return Grid(shape, base, per_rank, kinds, micros, alone)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The stack to take, or, where none surely fits, the smallest (`sure` is False)."""
+
+    stack: Stack
+    memory: MemoryEstimate
+    sure: bool
+
+
+def fastest(grid: Grid, offer: Offer, limit: float = inf) -> Found | None:
+    """The fastest stack that surely fits; where none does, the one that needs least memory.
+
+    None: whatever fits takes at least `limit` seconds per step.
+    """
+    capacity = offer.gpu.usable_bytes
+    best: tuple[str, int] | None = None
+    best_seconds, sure = limit / EQUAL, False
+    left_out = False
+    least = _seconds(grid, offer, grid.kinds[0], grid.micros[-1])
+    for kind in grid.kinds:
+        if least >= EQUAL * best_seconds:
+            left_out = True
+            break
+        micros = [m for m in grid.micros if grid.at_least(kind, m) <= capacity]
+        if not micros:
+            continue
+        if _seconds(grid, offer, kind, micros[-1]) >= EQUAL * best_seconds:
+            left_out = True
+            continue
+        micro = _largest_that_fits(grid, offer, kind, micros)
+        if micro is None:
+            continue
+        sure, seconds = True, _seconds(grid, offer, kind, micro)
+        if seconds < EQUAL * best_seconds:
+            best, best_seconds = (kind, _as_fast(grid, offer, kind, micro, seconds)), seconds
+    if best is not None:
+        return Found(grid.stack(*best), grid.memory(*best), True)
+    if sure or left_out:
+        return None
+    # The smallest: one sequence at a time, or as many as leave nothing to accumulate.
+    ends = [(kind, micro) for kind in grid.kinds for micro in {grid.micros[0], grid.micros[-1]}]
+    low = min(ends, key=lambda at: (grid.at_least(*at), at[1]))
+    limit_bytes = needed(grid.memory(*low))
+    close = [at for at in ends if grid.at_least(*at) <= limit_bytes]
+    smallest = min(close, key=lambda at: (needed(grid.memory(*at)), at[1]))
+    return Found(grid.stack(*smallest), grid.memory(*smallest), False)
+
+
+def _largest_that_fits(grid: Grid, offer: Offer, kind: str, micros: list[int]) -> int | None:
+    """The largest of some micro-batches that surely fits; None: not even the smallest does.
+
+    Needs grow with the micro-batch, except that the one which leaves nothing to accumulate keeps no gradients
+    between micro-batches: it is tried on its own.
+    """
+    if _fits(grid, offer, kind, micros[-1]):
+        return micros[-1]
+    rest = micros[:-1]
+    if not rest or not _fits(grid, offer, kind, rest[0]):
+        return None
+    low, high = 0, len(rest)  # rest[low] fits, rest[high] does not
+    guess = high - 1
+    while high - low > 1:
+        if _fits(grid, offer, kind, rest[guess]):
+            low = guess
+        else:
+            high = guess
+        guess = (low + high) // 2
+    return rest[low]
+
+
+def _as_fast(grid: Grid, offer: Offer, kind: str, micro: int, seconds: float) -> int:
+    """The smallest micro-batch that is as fast as `micro`, within what counts as equal."""
+    chosen = micro
+    for smaller in reversed([m for m in grid.micros if m < micro]):
+        if EQUAL * _seconds(grid, offer, kind, smaller) > seconds or not _fits(grid, offer, kind, smaller):
+            break
+        chosen = smaller
+    return chosen
+
+
+def _seconds(grid: Grid, offer: Offer, kind: str, micro: int) -> float:
+    """Of a step. Every stack of a grid has as many tokens per step, so steps compare like tokens."""
+    return step_seconds(grid.shape, offer.gpu, grid.stack(kind, micro))
+
+
+def _fits(grid: Grid, offer: Offer, kind: str, micro: int) -> bool:
+    memory = grid.memory(kind, micro)
+    if verdict(memory, offer.gpu.usable_bytes) != "fits":
+        return False
+    stack = grid.stack(kind, micro)
+    if stack.offload_optimizer == "none" and stack.offload_parameters == "none":
+        return True
+    return host_holds(grid.shape, stack, offer) and memory.disk_bytes_per_node <= offer.gpu.disk_bytes
