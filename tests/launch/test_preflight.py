@@ -102,6 +102,19 @@ def test_a_node_takes_its_place_from_the_scheduler_or_from_the_person(monkeypatc
         where_am_i({}, {**nothing, "nodes": 2, "node": 0}, 1)
 
 
+def test_ranks_of_a_run_meet_where_its_launcher_says() -> None:
+    from shardwise.launch.wrapper import rendezvous
+
+    assert rendezvous(["torchrun", "--rdzv-endpoint=head.local:20007", "-m", "x"], {}) == (
+        "head.local",
+        20007,
+    )
+    assert rendezvous(["torchrun"], {"PET_MASTER_ADDR": "pod-0.x", "PET_MASTER_PORT": "29400"}) == (
+        "pod-0.x",
+        29400,
+    )
+
+
 def doctor(*arguments: object, prefix: tuple[str, ...] = (), **environment: str) -> "subprocess.Popen[str]":
     import os
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 PLACES = ("local", "torchrun", "slurm", "kubernetes", "ray", "skypilot")
 POLL_SECONDS = 2.0
+ASK_SECONDS = 30.0  # between looks at a scheduler's log of a run whose folder cannot be seen from here
 FOLDER = click.option(
     "--folder", default="runs", show_default=True, type=click.Path(path_type=Path), help="Where runs are."
 )
@@ -154,7 +155,7 @@ def _follow(found: "Submission") -> int:
     """Print state and progress until the run has ended. Ctrl-C leaves the run alone."""
     from shardwise.launch import submission
 
-    said, printed = "", 0
+    said, printed, line, ask_at = "", 0, "", 0.0
     try:
         while True:
             seen = submission.look(found)
@@ -162,6 +163,9 @@ def _follow(found: "Submission") -> int:
                 said = f"{seen.state}: {seen.word}"
                 click.echo(f"{time.strftime('%H:%M:%S')} {said}", err=True)
             printed = _print_steps(found, printed)
+            if found.run is None and seen.state == "running" and time.monotonic() >= ask_at:
+                ask_at = time.monotonic() + ASK_SECONDS
+                line = _last_remote_line(found, line)
             if seen.state == "ended":
                 return _ended(found, seen)
             time.sleep(POLL_SECONDS)
@@ -211,6 +215,19 @@ def _ended(found: "Submission", seen: "Seen") -> int:
     elif run is None:
         _say_remote_log(found)
     return code
+
+
+def _last_remote_line(found: "Submission", said: str) -> str:
+    """Print the newest line of the scheduler's log unless it was `said` already; returns it."""
+    from shardwise.errors import ShardwiseError
+    from shardwise.launch import submission
+
+    with suppress(ShardwiseError):
+        lines = submission.remote_log(found, 1).strip().splitlines()
+        if lines and lines[-1] != said:
+            click.echo(lines[-1], err=True)
+            return lines[-1]
+    return said
 
 
 def _say_remote_log(found: "Submission") -> None:

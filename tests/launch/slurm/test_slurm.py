@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -48,8 +49,16 @@ def place(tmp_path_factory, tiny_model: Path, chat_file: Path) -> Path:
     return folder
 
 
+def shardwise(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "shardwise.cli.main", *arguments]
+
+
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "shardwise.cli.main", "launch", "r.yaml", "--on", "slurm", *arguments]
+    return shardwise("launch", "r.yaml", "--on", "slurm", *arguments)
+
+
+def job_folder(place: Path, run: RunFolder) -> Path:
+    return place / "runs" / "launches" / run.name
 
 
 def environment(slurm: Cluster) -> dict[str, str]:
@@ -57,8 +66,12 @@ def environment(slurm: Cluster) -> dict[str, str]:
 
 
 def wait_for_step(run: RunFolder, step: int, process: "subprocess.Popen[str]") -> None:
+    wait_for(lambda: any(s.step >= step for s in run.steps()), process)
+
+
+def wait_for(happened: Callable[[], bool], process: "subprocess.Popen[str]") -> None:
     deadline = time.monotonic() + 180
-    while not any(s.step >= step for s in run.steps()):
+    while not happened():
         assert process.poll() is None and time.monotonic() < deadline, "the run did not get that far"
         time.sleep(0.1)
 
@@ -112,28 +125,58 @@ def test_zero_3_runs_over_two_nodes_as_fsdp2_does(slurm: Cluster, place: Path) -
     assert len(json.loads((run.logs_path / "links.json").read_text())["sent"]) == 2
 
 
-def test_several_recipes_are_one_job_array(slurm: Cluster, place: Path) -> None:
-    names = {"a": "1e-2", "b": "1e-3"}
-    for name, rate in names.items():
-        text = (place / "r.yaml").read_text().replace("nodes: 2", "nodes: 1").replace("1e-2", rate)
-        text = text.replace("name: fsdp2", "name: single").replace(f"max_steps: {STEPS}", "max_steps: 3")
-        (place / f"{name}.yaml").write_text(text)
-    done = subprocess.run(
-        [sys.executable, "-m", "shardwise.cli.main", "launch", "a.yaml", "b.yaml", "--on", "slurm",
-         "--name", "both"],
-        cwd=place, env=environment(slurm), text=True, capture_output=True, timeout=300, check=False,
+def test_tasks_of_an_array_are_requeued_and_cancelled_one_by_one(slurm: Cluster, place: Path) -> None:
+    """Two recipes as one array. One ends; the other is out of time, requeued, resumed, and then cancelled."""
+    steps = {"short": 3, "long": 20_000}
+    for name, count in steps.items():
+        text = (place / "r.yaml").read_text().replace("nodes: 2", "nodes: 1").replace("fsdp2", "single")
+        (place / f"{name}.yaml").write_text(text.replace(f"max_steps: {STEPS}", f"max_steps: {count}"))
+    short, long = (RunFolder(place / "runs" / f"both-{name}") for name in steps)
+    following = subprocess.Popen(
+        shardwise("launch", "short.yaml", "long.yaml", "--on", "slurm", "--name", "both"), cwd=place, text=True,
+        env=environment(slurm), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    ids = {}
-    for name, rate in names.items():
-        folder = place / "runs" / "launches" / f"both-{name}"
-        ids[name] = json.loads((folder / "job.json").read_text())["job_id"].split("_")
-        run = RunFolder(place / "runs" / f"both-{name}")
-        assert run.state == "done" and len(losses(run)) == 3
-        assert parse_recipe(run.recipe_text()).optimizer.learning_rate == float(rate)
-        (log,) = folder.glob("slurm-*.out")
-        assert f"run both-{name} is done" in log.read_text()
-    assert ids["a"][0] == ids["b"][0] and [ids["a"][1], ids["b"][1]] == ["0", "1"]
+    try:
+        wait_for_step(long, 2, following)
+        ids = [
+            json.loads((job_folder(place, run) / "job.json").read_text())["job_id"] for run in (short, long)
+        ]
+        assert [one.split("_")[1] for one in ids] == ["0", "1"] and ids[0].split("_")[0] == ids[1].split("_")[
+            0
+        ]
+        slurm.run("scancel", "--batch", "--signal=USR1", ids[1])  # as Slurm does before the time limit
+        wait_for(lambda: any(long.events("resume")), following)
+        resumed = next(e.model_dump()["step"] for e in long.events("resume"))
+        wait_for_step(long, resumed + 2, following)
+        asked = subprocess.run(
+            shardwise("cancel", "both-long"), cwd=place, env=environment(slurm), check=False, timeout=60
+        )
+        assert asked.returncode == 0
+        _, said = following.communicate(timeout=120)
+    finally:
+        following.kill()
+    assert following.returncode == 75 and "both-short is done" in said and "both-long is stopped" in said, (
+        said
+    )
+    assert short.state == "done" and len(losses(short)) == 3
+    assert long.state == "interrupted" and resumed >= 2
+    status = subprocess.run(
+        shardwise("status", "both-long", "--json"), cwd=place, env=environment(slurm), text=True,
+        capture_output=True, timeout=60, check=True,
+    )  # fmt: skip
+    row = json.loads(status.stdout)
+    assert (row["scheduler"], row["run_state"]) == ("ended", "interrupted") and row["step"] > resumed
+    (log,) = job_folder(place, long).glob("slurm-*.out")
+    assert log.read_text().count("back into the queue") == 1, "it was not queued again after the cancel"
+
+
+def test_the_doctor_takes_its_place_from_srun(slurm: Cluster, place: Path) -> None:
+    said = subprocess.run(
+        ["srun", "--nodes=2", "--ntasks-per-node=1", *shardwise("doctor", "--nodes", "--interface", "lo")],
+        cwd=place, env=environment(slurm), text=True, capture_output=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert said.returncode == 0, said.stderr
+    assert "preflight: 2 ranks on 2 nodes, all answer" in said.stdout
 
 
 def test_a_recipe_that_its_node_refuses_ends_with_2_and_is_not_queued_again(

@@ -92,6 +92,18 @@ def test_logs_of_a_run_whose_folder_is_elsewhere_come_from_its_pods(
     assert kubectl.calls[-1][-4:] == ["--tail", "7", "--prefix", "--ignore-errors"]
 
 
+def test_progress_of_a_run_whose_folder_is_elsewhere_is_its_newest_line(
+    kubectl: Fake, tmp_path, capsys
+) -> None:
+    from shardwise.cli.launch import _last_remote_line
+
+    found = submission.submit(launched(tmp_path, kubernetes=CLAIM), "kubernetes", None)
+    kubectl.answer("logs", out="[pod/demo-node-0-0/node] step 7/100  loss 2.31\n")
+    line = _last_remote_line(found, "")
+    assert _last_remote_line(found, line) == line, "the same line is not told twice"
+    assert capsys.readouterr().err.count("step 7/100") == 1
+
+
 def test_a_refused_kubernetes_run_ends_the_follower_with_2(kubectl: Fake, tmp_path: Path, shardwise) -> None:
     kubectl.answer("get", "trainjobs.trainer.kubeflow.org", out="Failed")
     kubectl.answer("get", "pods", out="2\n")
@@ -102,6 +114,46 @@ def test_a_refused_kubernetes_run_ends_the_follower_with_2(kubectl: Fake, tmp_pa
     done = shardwise("launch", "r.yaml", "--on", "kubernetes", "--name", "demo", cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert "demo is refused" in done.stderr and "rows.jsonl is not there" in done.stderr
+
+
+def test_the_follower_shows_the_log_of_the_rank_that_failed_first(tmp_path: Path, capsys) -> None:
+    from shardwise.cli.launch import _ended
+    from shardwise.launch.submission import Submission
+    from shardwise.launch.targets.parts import Seen
+    from shardwise.runs import create_run
+
+    run = create_run(tmp_path, "bad", "model: m\ndata: d\n", {})
+    run.logs_path.mkdir(exist_ok=True)
+    for rank, text in enumerate(("Connection closed by peer", "ValueError: row 17")):
+        (run.logs_path / f"rank-{rank}.log").write_text(text)
+    run.status("failed", "rank 1 on n2: ValueError: row 17", 1)
+    found = Submission("bad", "slurm", "7", str(run.path), 0.0, tmp_path)
+    assert _ended(found, Seen("ended", "failed", 1)) == 1
+    said = capsys.readouterr().err
+    assert "bad is failed: rank 1 on n2" in said and "rank-1.log" in said and "Connection closed" not in said
+
+
+@pytest.mark.parametrize("place", ["torchrun", "slurm", "kubernetes", "ray", "skypilot"])
+def test_a_dry_run_prints_what_would_be_submitted_and_writes_nothing(
+    place: str, tmp_path: Path, monkeypatch
+) -> None:
+    from click.testing import CliRunner
+
+    from shardwise.cli.main import cli
+
+    launch = "{nodes: 2, kubernetes: {claim: work}, skypilot: {volume: work}}"
+    (tmp_path / "r.yaml").write_text(f"model: org/model\ndata: rows.jsonl\nlaunch: {launch}\n")
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(cli, ["launch", "r.yaml", "--on", place, "--name", "demo", "--dry-run"])
+    assert done.exit_code == 0, done.output
+    assert f"shardwise launch --on {place}" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["r.yaml"]
+
+
+def test_several_recipes_are_an_array_and_only_slurm_has_those(tmp_path: Path, shardwise) -> None:
+    (tmp_path / "r.yaml").write_text("model: org/model\ndata: rows.jsonl\n")
+    done = shardwise("launch", "r.yaml", "r.yaml", "--on", "ray", cwd=tmp_path)
+    assert done.returncode == 2 and "job array" in done.stderr
 
 
 def test_a_sky_job_gets_its_secrets_by_name(sky: Fake, tmp_path: Path, monkeypatch) -> None:

@@ -80,3 +80,25 @@ def test_a_killed_node_rejoins_and_the_run_ends_right(
         assert any((tmp_path / f"cache-of-node-{number}").rglob("*.*")), "no rows were prepared there"
     left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert str(run.path) not in left and sys.executable in left
+
+
+def test_a_cancelled_run_saves_stops_and_says_so_by_its_exit_code(
+    tmp_path: Path, tiny_model: Path, chat_file: Path, shardwise
+) -> None:
+    """The stop file, which is how runs on torchrun and Ray are cancelled."""
+    text = recipe(tiny_model, chat_file, 0, "{nodes: 1, stop_seconds: 20}").replace("fsdp2", "single")
+    (tmp_path / "r.yaml").write_text(text.replace(f"max_steps: {STEPS}", "max_steps: 20000"))
+    assert shardwise("launch", "r.yaml", "--on", "torchrun", "--name", "two", cwd=tmp_path).returncode == 0
+    run = RunFolder(tmp_path / "runs" / "two")
+    agent = node(tmp_path, 0, [networks.HERE], choose_port(None))
+    try:
+        deadline = time.monotonic() + 120
+        while len(run.steps()) < 2:
+            assert time.monotonic() < deadline and agent.poll() is None, (tmp_path / "node-0.log").read_text()
+            time.sleep(0.05)
+        assert shardwise("cancel", "two", cwd=tmp_path).returncode == 0
+        assert agent.wait(60) == 75, (tmp_path / "node-0.log").read_text()
+    finally:
+        agent.kill()
+        agent.wait()
+    assert run.state == "interrupted" and run.checkpoints()
