@@ -38,6 +38,26 @@ REWRITING = (
     "{% else %}{{ m['content'] }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+# As Qwen3's: reasoning stands in the answers after the last question only, empty where there is none; a prompt
+# without reasoning ends with the empty block.
+THINKING = (
+    "{%- set ns = namespace(last=0) -%}"
+    "{%- for m in messages -%}{%- if m['role'] == 'user' -%}"
+    "{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}"
+    "{%- for m in messages -%}"
+    "{%- set said = m['content'].split('</think>')[-1].lstrip('\n') -%}"
+    "{%- set thought = m.reasoning_content or '' -%}"
+    "{%- if not thought and '</think>' in m['content'] -%}"
+    "{%- set thought = m['content'].split('</think>')[0].split('<think>')[-1].strip('\n') -%}{%- endif -%}"
+    "{{- '<|im_start|>' + m['role'] + '\n' -}}"
+    "{%- if m['role'] == 'assistant' and loop.index0 > ns.last and (loop.last or thought) -%}"
+    "{{- '<think>\n' + thought + '\n</think>\n\n' + said -}}"
+    "{%- elif m['role'] == 'assistant' -%}{{- said -}}{%- else -%}{{- m['content'] -}}{%- endif -%}"
+    "{{- '<|im_end|>\n' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}"
+    "{%- if enable_thinking is defined and enable_thinking is false -%}{{- '<think>\n\n</think>\n\n' -}}{%- endif -%}"
+    "{%- endif -%}"
+)
 
 
 def make_tokenizer(

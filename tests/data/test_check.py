@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_toys import INPUTS, chat, write_rows
+from data_toys import INPUTS, THINKING, chat, write_rows
 
 from shardwise.cli.main import main
 
@@ -55,6 +55,15 @@ def test_html_stands_alone_and_escapes_rows(check: Any, tmp_path: Path) -> None:
     assert code == 0 and "wrote" in err
     assert "<script>" not in page and "&lt;script&gt;alert(1)" in page
     assert "<mark>a&lt;|im_end|&gt;</mark>" in page and "http" not in page.replace("http-equiv", "")
+
+
+def test_answers_without_a_label_are_counted(check: Any, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "x.jsonl", [chat("q", "one", "r", "two", "s", "three"), chat("q", "a")])
+    (tmp_path / "t.jinja").write_text(THINKING)
+    code, out, _ = check(str(rows), "--chat-template", str(tmp_path / "t.jinja"))
+    text = " ".join(out.split())
+    assert code == 0 and "2 of 4 carry a label; the template writes the other 2 differently" in text
+    assert "carry a label; the template" not in check(str(rows))[1]
 
 
 def test_preference_pairs_are_shown(check: Any) -> None:

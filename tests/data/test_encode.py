@@ -4,12 +4,12 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from data_toys import CONTROL, REWRITING, SMOL, chat, make_piece_tokenizer, make_tokenizer
+from data_toys import CONTROL, REWRITING, SMOL, THINKING, chat, make_piece_tokenizer, make_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardwise.data.conversations import RowProblem
-from shardwise.data.encode import Encoded, Encoder
+from shardwise.data.encode import REWRITTEN, Encoded, Encoder
 from shardwise.data.formats import Chat, Pair, Text
 from shardwise.data.store import TRAINED
 from shardwise.data.templates import ChatTemplate, chat_template, shipped
@@ -138,6 +138,25 @@ def test_the_ids_of_an_ordinary_chat_are_those_of_the_tokenizers_own_method(toy:
     assert found.ids.tolist() == tokenizer.full.apply_chat_template(messages)["input_ids"]
     prompt = tokenizer.full.apply_chat_template(messages[:-1], add_generation_prompt=True)["input_ids"]
     assert encoder.prompt(messages[:-1]).tolist() == prompt
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(turns=exchanges, thought=st.one_of(st.none(), st.text("abc ", min_size=1, max_size=9)))
+def test_a_template_that_drops_earlier_reasoning_trains_the_last_answer_as_it_is_asked_for(
+    folder: Path, turns: list[tuple[str, str]], thought: str | None
+) -> None:
+    encoder = Encoder(_tokenizer(folder), _template(folder, THINKING))
+    turns = [(q, a.strip("\n").replace("</s>", "") or "a") for q, a in turns]
+    messages = chat(*[text for pair in turns for text in pair])["messages"]
+    if thought is not None:
+        messages[-1]["reasoning_content"] = thought
+    answer = turns[-1][1].removesuffix("<|im_end|>") or turns[-1][1]
+    found = encode(encoder, Chat(tuple(messages)))
+    # What the model has to write after `assistant`: an empty block, too, where there is no reasoning.
+    assert trained(encoder, found) == f"<think>\n{(thought or '')}\n</think>\n\n{answer}<|im_end|>"
+    assert found.answers == 1 and found.notes.count(REWRITTEN) == len(turns) - 1
+    prompt = encoder.prompt(messages[:-1])
+    assert found.ids[: len(prompt)].tolist() == prompt.tolist() and found.marks[len(prompt)] & TRAINED
 
 
 def test_weight_zero_takes_the_label_from_an_answer(toy: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from shardwise.data.conversations import RowProblem
-from shardwise.data.encode import Encoder
+from shardwise.data.encode import REWRITTEN, Encoder
 from shardwise.data.formats import Chat, Preference, reader_of
 from shardwise.data.readers import Row
 from shardwise.data.templates import chat_template
@@ -70,6 +70,8 @@ class Tokens:
     notes: list[tuple[int, str]] = field(default_factory=list)
     chats: int = 0
     with_system: int = 0
+    answers: int = 0  # of chats, with a label
+    rewritten: int = 0  # of chats, without one because the template rewrites them
 
 
 def encode_batch(encoder: Encoder, batch: Batch) -> Tokens:
@@ -97,6 +99,8 @@ def encode_batch(encoder: Encoder, batch: Batch) -> Tokens:
         if isinstance(example, Chat):
             out.chats += 1
             out.with_system += example.messages[0]["role"] == "system"
+            out.answers += found.answers
+            out.rewritten += found.notes.count(REWRITTEN)
         out.notes += [(line, note) for note in dict.fromkeys(found.notes)]
         ids.append(found.ids)
         marks.append(found.marks)

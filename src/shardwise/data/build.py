@@ -67,6 +67,8 @@ class Account:
     with_system: int = 0
     chats: int = 0
     dropped: dict[str, Tally] = field(default_factory=dict)
+    answers: int = 0  # of chats, with a label
+    rewritten: int = 0  # of chats, without one because the template rewrites them
 
     def refuse(self, reason: str, file: str, line: int) -> None:
         self.refused.setdefault(reason, Tally()).add(file, line)
@@ -86,7 +88,9 @@ class Account:
             tree["largest_id"],
             tree["with_system"],
             tree["chats"],
-            tallies(tree.get("dropped", {})),
+            tallies(tree["dropped"]),
+            tree["answers"],
+            tree["rewritten"],
         )
 
 
@@ -245,6 +249,8 @@ def take(batch: Batch, tokens: Tokens, writer: Appends, account: Account) -> Non
         account.note(note, batch.name, line)
     account.chats += tokens.chats
     account.with_system += tokens.with_system
+    account.answers += tokens.answers
+    account.rewritten += tokens.rewritten
     if len(tokens.ids):
         account.largest_id = max(account.largest_id, int(tokens.ids.max()))
     first = 0

@@ -23,19 +23,21 @@ from shardwise.data.templates import ChatTemplate
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.errors import DataError
 
+REWRITTEN = "an earlier answer that the template rewrites, not trained"
 _QUOTE = 0x100000  # private use plane: control-token text of a row while its template runs
 _PRIVATE = re.compile("[\U000f0000-\U0010ffff]")  # both planes that stand-ins come from
 
 
 @dataclass
 class Encoded:
-    """ids (T,) int32, marks (T,) uint8 (store.TRAINED, store.INSIDE_CHARACTER)."""
+    """ids (T,) int32, marks (T,) uint8 (store.TRAINED, store.INSIDE_CHARACTER); `answers` of a chat with a label."""
 
     ids: np.ndarray
     marks: np.ndarray
     text: bool
     ended: bool
     notes: tuple[str, ...] = ()
+    answers: int = 0
 
 
 @dataclass
@@ -89,7 +91,7 @@ class Encoder:
             marks |= TRAINED
         trained = np.flatnonzero(marks & TRAINED)
         ended = bool(len(trained)) and int(ids[trained[-1]]) in self.ends
-        return Encoded(ids, marks, plan.document, ended, tuple(plan.notes))
+        return Encoded(ids, marks, plan.document, ended, tuple(plan.notes), len(plan.spans))
 
     @cached_property
     def ends(self) -> frozenset[int]:
@@ -168,12 +170,12 @@ class Encoder:
                     raise RowProblem(
                         "the chat template renders the prompt differently from the finished chat"
                     )
-                notes.append("an earlier answer that the template rewrites, not trained")
+                notes.append(REWRITTEN)
                 continue
             first, ends = self._turn(template, message, until, len(start))
             end = next((end for end in ends if whole.startswith(until[:end])), None)
             if end is None:
-                notes.append("an earlier answer that the template rewrites, not trained")
+                notes.append(REWRITTEN)
                 continue
             if message.get("reasoning_content", "").strip() not in until[first:end]:
                 notes.append("reasoning that the chat template does not write, left out")

@@ -26,7 +26,7 @@ from shardwise.recipe.schema import Data, Source
 if TYPE_CHECKING:
     from shardwise.data.stream import StreamSpec
 
-VERSION = 1  # of everything here that changes tokens; part of the cache key
+VERSION = 2  # of everything here that changes tokens; part of the cache key
 
 
 @dataclass(frozen=True, eq=False)
@@ -279,6 +279,8 @@ def report_of(
         template=facts.get("name"),
         system=_system(accounts, facts),
         validation=said,
+        answers=sum(a.answers for a in accounts),
+        rewritten=sum(a.rewritten for a in accounts),
     )
 
 

@@ -64,6 +64,8 @@ class DataReport:
     template: str | None
     system: str
     validation: str
+    answers: int = 0  # of chats, with a label, before cutting
+    rewritten: int = 0  # of chats, without one: the template writes them differently once others follow
     streamed: str = ""  # how rows are read, where they are read during the run
 
     @property

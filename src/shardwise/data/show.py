@@ -73,6 +73,17 @@ def facts(check: Check) -> list[tuple[str, str]]:
                 f"{report.documents:,} documents make {report.text_sequences:,} sequences, an end token after each",
             )
         )
+    if report.rewritten:
+        out.append(
+            (
+                "answers",
+                f"{report.answers:,} of {report.answers + report.rewritten:,} carry a label; the template writes the "
+                f"other {report.rewritten:,} differently once turns follow (it drops reasoning there), so that they "
+                "are not what the model has to write. A template that keeps them: --chat-template qwen, or chatml",
+            )
+        )
+    if report.streamed:
+        out.append(("streaming", report.streamed))
     out += [
         ("system", report.system),
         (

@@ -321,3 +321,5 @@ def add(total: Account, part: Account) -> None:
     total.largest_id = max(total.largest_id, part.largest_id)
     total.chats += part.chats
     total.with_system += part.with_system
+    total.answers += part.answers
+    total.rewritten += part.rewritten

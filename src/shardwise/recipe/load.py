@@ -230,7 +230,8 @@ def _explain(problem: ValidationError, tree: Any, name: str) -> RecipeError:
             dotted = ".".join(map(str, keys)) or "recipe"
             message = _PLAINER.get(item["type"]) or item["msg"].removeprefix("Value error, ")
             message = message[0].lower() + message[1:]
-            text, hint = found.get(keys, (f"{dotted} = {shown}:", _type_hint(keys)))
+            named = f"{dotted} = {shown}:" if keys else "the recipe as a whole:"
+            text, hint = found.get(keys, (named, _type_hint(keys)))
             joined = f"{text} {message}" if keys not in found else f"{text}; or {message.lower()}"
             found[keys] = (joined if message not in text else text, hint)
     places = []

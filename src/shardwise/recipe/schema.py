@@ -72,6 +72,21 @@ class Data(Section):
     )
     buffer_rows: PositiveInt = _help("streaming: rows that are shuffled and packed together", 4096)
 
+    @field_validator("validation", mode="before")
+    @classmethod
+    def _count_or_share(cls, value: Any) -> Any:
+        """One message for a number that is neither, in place of one for each kind of value."""
+        if isinstance(value, float) and not 0 <= value < 1:
+            count = (
+                f"write {int(value)} without a decimal point to hold out a count of rows"
+                if value >= 1
+                else ""
+            )
+            raise ValueError(f"a share lies between 0 and 1{'; ' + count if count else ''}")
+        if isinstance(value, int) and not isinstance(value, bool) and value < 0:
+            raise ValueError("a count of rows is 0 or more")
+        return value
+
 
 class Lora(Section):
     rank: PositiveInt = _help("rank of the low-rank update", 16)
@@ -172,7 +187,9 @@ class DeepSpeed(Section):
 class Engine(Section):
     name: Literal["auto", "single", "ddp", "fsdp2", "deepspeed"] = _help("what runs the step", AUTO)
     device: Literal["auto", "cpu", "cuda", "mps"] = _help("where tensors live", AUTO)
-    processes: PositiveInt | Auto = _help("ranks on this machine, or on each of launch.nodes; auto: one per GPU", AUTO)
+    processes: PositiveInt | Auto = _help(
+        "ranks on this machine, or on each of launch.nodes; auto: one per GPU", AUTO
+    )
     fsdp2: Fsdp2 = _help("read when name is fsdp2", Fsdp2())
     deepspeed: DeepSpeed = _help("read when name is deepspeed", DeepSpeed())
 
