@@ -61,8 +61,10 @@ def rehearse(run: RunFolder, engine: Engine, folder: ModelFolder) -> None:
     model = engine.module.model
     whole = {name: tuple(p.shape) for name, p in folder.empty().named_parameters()}
     if not isinstance(model, PeftModel):
-        wrong = {n: p.shape for n, p in trained(model) if whole.get(n) != tuple(p.shape)}
-        missing = sorted(whole.keys() - {n for n, _ in trained(model)} - wrong.keys())
+        # under ZeRO-3 a parameter is empty outside of its layer's forward, and DeepSpeed keeps its shape
+        shapes = {n: tuple(getattr(p, "ds_shape", p.shape)) for n, p in trained(model)}
+        wrong = {n: shape for n, shape in shapes.items() if whole.get(n) != shape}
+        missing = sorted(whole.keys() - shapes.keys())
         if wrong or missing:
             raise RunError(
                 f"the trained weights are not those of a saved model: {len(wrong) + len(missing)} names differ",
