@@ -262,8 +262,9 @@ def _finish(run: RunFolder, job: Job, exit_code: int, failure: Failure | None) -
         tail = "\n".join(failure.tail) if failure else ""
         run.discard()
         raise _Refused(tail or reason)
-    run.status("failed", reason, exit_code)
-    run.event("end", state="failed", reason=reason)
+    with suppress(OSError):  # a full disk; a run without an end is read as failed
+        run.status("failed", reason, exit_code)
+        run.event("end", state="failed", reason=reason)
     kept = run.checkpoints()
     hint = f"continue with: shardwise train --resume {run.path}" if kept else f"read {run.logs_path}"
     kind: type[RunError] = OutOfMemoryError if failure and failure.out_of_memory else RunError

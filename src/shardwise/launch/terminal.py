@@ -46,8 +46,8 @@ class Channel:
                 os.close(self.read_end)
                 self.read_end = None
                 return
-            self.log.write(chunk)
-            self.log.flush()
+            with suppress(OSError):  # a full disk: what was said still reaches the terminal
+                self.log.write(chunk)
             if self.output is not None:
                 with suppress(OSError, ValueError):  # a closed terminal does not end a run
                     self.output.write(chunk)
@@ -66,7 +66,7 @@ class Channel:
 
 def open_channel(log_path: Path, echo: bool, output: IO[bytes] | None) -> Channel:
     """A log alone, or a log with an echo to `output` (standard error), a terminal if that is one."""
-    log = log_path.open("ab")
+    log = log_path.open("ab", buffering=0)
     if not echo:
         return Channel(log.fileno(), None, log, None)
     target = output if output is not None else getattr(sys.stderr, "buffer", None)

@@ -1,10 +1,12 @@
 """One rank of a run: `python -m shardwise.training.main RUN_FOLDER [--resume]`. Started by shardwise.launch."""
 
+import errno
 import math
 import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +17,7 @@ import torch.distributed as dist
 
 from shardwise.data import Documents, Feed, end_ids, load_tokenizer, run_order
 from shardwise.data.identity import rows_digest, train_digest
-from shardwise.errors import Interrupted, ShardwiseError
+from shardwise.errors import DiskFullError, Interrupted, ShardwiseError
 from shardwise.errors import OutOfMemoryError as DeviceMemoryError
 from shardwise.facts.versions import installed_versions
 from shardwise.facts.weights import weights_digest
@@ -53,20 +55,35 @@ def main(arguments: list[str]) -> int:
         rank_main(run, ranks, stop, resume="--resume" in arguments)
     except ShardwiseError as problem:
         if ranks.rank == 0 or not isinstance(problem, Interrupted):
-            print(str(problem), file=sys.stderr, flush=True)
+            _say(problem)
         return problem.exit_code
+    except OSError as problem:
+        if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        full = DiskFullError(
+            f"nothing more can be written to {run.path}: the disk is full",
+            f"{problem.filename or 'its events'} (rank {ranks.rank}): {problem.strerror}",
+            f"make room there; checkpoints are intact: continue with shardwise train --resume {run.path}",
+        )
+        _say(full)
+        return full.exit_code
     except torch.OutOfMemoryError as problem:
         error = DeviceMemoryError(
             f"rank {ranks.rank} ran out of device memory",
             str(problem).splitlines()[0],
             "lower training.micro_batch_size, set training.activation_checkpointing: full, or ask shardwise plan",
         )
-        print(str(error), file=sys.stderr, flush=True)
+        _say(error)
         return error.exit_code
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
     return 0
+
+
+def _say(problem: ShardwiseError) -> None:
+    with suppress(OSError):  # the log may be on a full disk; the exit code still tells
+        print(str(problem), file=sys.stderr, flush=True)
 
 
 def rank_main(run: RunFolder, ranks: Ranks, stop: Stop, resume: bool) -> None:

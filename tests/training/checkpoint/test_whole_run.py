@@ -1,5 +1,6 @@
 """A rank that is told to resume, as torchrun and schedulers start it: it verifies and compares by itself."""
 
+import errno
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from shardwise.runs import RunFolder
+from shardwise.runs.checkpoints import choose
 from shardwise.runs.records import Resume, Step, Warned
 from shardwise.training.main import main
 
@@ -54,3 +56,47 @@ def test_a_rank_refuses_what_changed_by_itself(
     monkeypatch.setenv("SHARDWISE_ACCEPT", "versions.torch, optimizer.learning_rate")  # one has not changed
     assert main([str(run.path), "--resume"]) == 0
     assert "is 0.02 (accepted)" in [e for e in run.events() if isinstance(e, Warned)][-1].message
+
+
+def test_c03_a_disk_that_has_no_room_for_an_event_ends_the_run_as_a_full_disk(
+    small_run: Made,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Exit code 74, told in three lines, the checkpoint as it was."""
+    run = copy(small_run("full"), tmp_path / "run")
+    shutil.rmtree(run.checkpoint_path(6))
+    before = RunFolder.event
+
+    def event(self: RunFolder, kind: str, **fields: object) -> None:
+        if kind == "step":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        before(self, kind, **fields)
+
+    monkeypatch.setattr(RunFolder, "event", event)
+    assert main([str(run.path), "--resume"]) == 74
+    told = capsys.readouterr().err
+    assert "the disk is full" in told and "checkpoints are intact" in told and "Traceback" not in told
+    assert choose(run).checkpoint == run.checkpoints()[0] and run.checkpoints()[0].step == 3
+
+
+def test_c08_what_cannot_be_saved_at_the_end_is_found_before_the_first_step(
+    small_run: Made,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from transformers import PreTrainedModel
+
+    def refused(*_: object, **__: object) -> None:
+        raise ValueError("tensors share memory")
+
+    run = copy(small_run("full"), tmp_path / "run")
+    shutil.rmtree(run.checkpoints_path)
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", refused)
+    steps = len(list(run.events("step")))
+    assert main([str(run.path)]) == 1
+    told = capsys.readouterr().err
+    assert "could not be saved at its end" in told and "tensors share memory" in told
+    assert len(list(run.events("step"))) == steps and not (run.path / ".rehearsal").exists()
