@@ -113,7 +113,7 @@ def main() -> None:
         tokens=lambda s: int(sum(rows.lengths[i] for (i,) in bins[s])),
         trained_tokens=lambda s: int(sum(rows.trained[i] for (i,) in bins[s])),
     )
-    loop.checkpoint = lambda *_: None  # saving is timed by itself
+    loop.checkpoint = lambda *_, **__: None  # saving is timed by itself
     loop.FirstSteps = lambda *_: types.SimpleNamespace(
         before_update=lambda _: None, after_update=lambda _: ()
     )
