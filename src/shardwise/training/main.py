@@ -24,7 +24,7 @@ from shardwise.facts.weights import weights_digest
 from shardwise.recipe import Recipe, parse_recipe
 from shardwise.runs import RunFolder
 from shardwise.runs.changes import Change, accepted_of, check, compare, facts
-from shardwise.runs.checkpoints import Skipped, best, chosen, facts_of, set_aside
+from shardwise.runs.checkpoints import Skipped, best, chosen, facts_of, set_aside, sha256
 from shardwise.runs.effective import effective
 from shardwise.training import samples
 from shardwise.training.build import build_engine
@@ -131,6 +131,7 @@ def rank_main(run: RunFolder, ranks: Ranks, stop: Stop, resume: bool) -> None:
         if lead:
             run.track(recipe.run.tracking, recipe.model_dump(mode="json"))
             _explain_best(run, recipe)
+            _record_code(run, folder)
             run.event("start", steps=feed.steps, world_size=ranks.world_size, device=_device_name(device))
         before = log_evaluation(job, start, bar) if not start else None
         watch.beat(start, "samples", SAVE_SECONDS)
@@ -251,6 +252,17 @@ def _explain_best(run: RunFolder, recipe: Recipe) -> None:
             f"saved every {save} steps, evaluated every {evaluate}: the best checkpoint is chosen among those of "
             f"every {math.lcm(save, evaluate)} steps and the last, where both meet"
         )
+        run.event("warning", message=message)
+        print(f"warning: {message}", file=sys.stderr, flush=True)
+
+
+def _record_code(run: RunFolder, folder: ModelFolder) -> None:
+    """Python that came with the model and was allowed to run stands in the run's record, file by file."""
+    if not folder.recipe.model.trust_remote_code:
+        return
+    files = [f"{p.name} (SHA-256 {sha256(p)[:16]})" for p in sorted(folder.path.glob("*.py"))]
+    if files:
+        message = f"model.trust_remote_code is true: this run executed {', '.join(files)} of {folder.path}"
         run.event("warning", message=message)
         print(f"warning: {message}", file=sys.stderr, flush=True)
 
