@@ -180,11 +180,17 @@ def test_kill_9_at_any_moment_of_saving_leaves_a_whole_checkpoint(run: RunFolder
         assert all(verify(c.path) is None for c in run.checkpoints())
 
 
+@pytest.mark.skipif(
+    not {"sha_ni", "sha2"} & set(Path("/proc/cpuinfo").read_text().split())
+    if Path("/proc/cpuinfo").exists()
+    else True,
+    reason="the rate is for processors with SHA instructions",
+)
 def test_verification_runs_at_one_gigabyte_a_second_and_core(run: RunFolder) -> None:
     folder = make(run, 4, size=50_000_000)
-    seconds = []
-    for _ in range(3):
-        began = time.process_time()
+    rates = []
+    for _ in range(5):
+        began = time.process_time()  # of all threads together: work of other processes does not count
         assert verify(folder) is None
-        seconds.append(time.process_time() - began)
-    assert 0.1e9 / min(seconds) > 0.5e9  # bytes per second of CPU; half the goal, for busy machines
+        rates.append(0.1e9 / (time.process_time() - began))
+    assert max(rates) > 1e9
