@@ -27,6 +27,7 @@ from shardwise.runs.changes import Change, accepted_of, check, compare, facts
 from shardwise.runs.checkpoints import Skipped, best, chosen, facts_of, set_aside, sha256
 from shardwise.runs.effective import effective
 from shardwise.training import samples
+from shardwise.training.adapters.peft_import import import_peft
 from shardwise.training.build import build_engine
 from shardwise.training.checkpoint.load import load
 from shardwise.training.engines.protocol import Engine, Ranks
@@ -104,6 +105,8 @@ def rank_main(run: RunFolder, ranks: Ranks, stop: Stop, resume: bool) -> None:
     micro = recipe.training.micro_batch_size
     assert micro != "auto"
     order = None if prepared.stream else run_order(prepared.train, recipe, prepared.sequence_length, size)
+    if recipe.method != "full":
+        import_peft(quantised=recipe.method == "qlora")
     each = math.ceil((size if order is None else len(order.step(0))) / ranks.world_size)
     engine = build_engine(recipe, folder, device, ranks, math.ceil(each / micro))
     meter = Meter(engine)

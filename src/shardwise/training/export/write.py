@@ -1,11 +1,12 @@
 """Write trained weights where PEFT and transformers expect them, and read them back before calling it done."""
 
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import PeftModel, get_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -14,6 +15,9 @@ from shardwise.runs import RunFolder
 from shardwise.training.engines.protocol import Engine, trained
 from shardwise.training.export.origin import write_origin
 from shardwise.training.model import ModelFolder
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 # Files beside the weights that make a folder usable by itself.
 TOKENIZER_FILES = (
@@ -37,7 +41,7 @@ def export(run: RunFolder, engine: Engine, folder: ModelFolder) -> Path | None:
     weights = dict(engine.trained_weights())
     if engine.ranks.rank != 0:
         return None
-    adapter = isinstance(engine.module.model, PeftModel)
+    adapter = _has_adapter(engine.module.model)
     target = run.adapter_path if adapter else run.model_path
     work = target.with_name(target.name + ".writing")
     shutil.rmtree(work, ignore_errors=True)
@@ -60,7 +64,7 @@ def rehearse(run: RunFolder, engine: Engine, folder: ModelFolder) -> None:
     """
     model = engine.module.model
     whole = {name: tuple(p.shape) for name, p in folder.empty().named_parameters()}
-    if not isinstance(model, PeftModel):
+    if not _has_adapter(model):
         # under ZeRO-3 a parameter is empty outside of its layer's forward, and DeepSpeed keeps its shape
         shapes = {n: tuple(getattr(p, "ds_shape", p.shape)) for n, p in trained(model)}
         wrong = {n: shape for n, shape in shapes.items() if whole.get(n) != shape}
@@ -77,7 +81,7 @@ def rehearse(run: RunFolder, engine: Engine, folder: ModelFolder) -> None:
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     try:
-        if isinstance(model, PeftModel):
+        if _has_adapter(model):
             model.peft_config["default"].save_pretrained(work)
         else:
             empty = folder.empty()
@@ -94,6 +98,12 @@ def rehearse(run: RunFolder, engine: Engine, folder: ModelFolder) -> None:
         shutil.rmtree(work, ignore_errors=True)
 
 
+def _has_adapter(model: Any) -> bool:
+    """PEFT takes a second to import: a model that PEFT made has imported it."""
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(model, peft.PeftModel)
+
+
 def copy_tokenizer(source: Path, target: Path) -> None:
     """The files that make a folder of weights usable by itself."""
     for pattern in TOKENIZER_FILES:
@@ -102,9 +112,11 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 
 
 def write_adapter(
-    model: PeftModel, weights: Mapping[str, torch.Tensor], folder: ModelFolder, target: Path
+    model: "PeftModel", weights: Mapping[str, torch.Tensor], folder: ModelFolder, target: Path
 ) -> None:
     """PEFT's adapter folder, and beside it which base it belongs to. Read back before it returns."""
+    from peft import get_peft_model_state_dict
+
     state = {
         key: value.contiguous()
         for key, value in get_peft_model_state_dict(model, state_dict=dict(weights)).items()
