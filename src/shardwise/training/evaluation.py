@@ -19,7 +19,7 @@ import torch.distributed as dist
 from transformers.utils import logging
 
 from shardwise.data import Rows
-from shardwise.errors import DataError, MissingDependencyError, ShardwiseError, unknown_name
+from shardwise.errors import DataError, MissingDependencyError, RunError, ShardwiseError, unknown_name
 from shardwise.recipe import Recipe, parse_recipe
 from shardwise.recipe.schema import Source
 from shardwise.runs import RunFolder
@@ -145,22 +145,38 @@ def harness() -> Any:
 
 
 def on_tasks(
-    model: Any, folder: ModelFolder, tasks: str, batch_size: int, limit: int | None
+    model: Any,
+    folder: ModelFolder,
+    tasks: str,
+    batch_size: int,
+    limit: int | None,
+    include: str | None = None,
 ) -> dict[str, Any]:
-    """Results of lm-evaluation-harness by task, as it gives them. Raises UsageError for a task it does not know."""
+    """Results of lm-evaluation-harness by task, as it gives them. `include`: a folder with more tasks.
+
+    Raises MissingDependencyError, and UnknownNameError for a task it does not know.
+    """
     lm_eval = harness()
     from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
     from transformers import AutoTokenizer
 
-    known = lm_eval.tasks.TaskManager()
+    known = TaskManager(include_path=include)
     names = [name.strip() for name in tasks.split(",")]
-    unknown = [n for n in names if n not in known.all_tasks and not Path(n).is_file()]
+    unknown = [n for n in names if n not in known.all_tasks]
     if unknown:
         raise unknown_name("task of lm-eval", unknown[0], known.all_tasks)
     wrapped = HFLM(
         pretrained=model, tokenizer=AutoTokenizer.from_pretrained(folder.path), batch_size=batch_size
     )
-    found = lm_eval.simple_evaluate(model=wrapped, tasks=names, limit=limit, task_manager=known)
+    try:
+        found = lm_eval.simple_evaluate(model=wrapped, tasks=names, limit=limit, task_manager=known)
+    except (OSError, ValueError) as problem:  # most often: its rows cannot be fetched
+        raise RunError(
+            f"lm-eval could not run {tasks}",
+            f"{type(problem).__name__}: {str(problem).splitlines()[0] if str(problem) else ''}",
+            "tasks fetch their rows from the Hugging Face hub: look at HF_HUB_OFFLINE and the network",
+        ) from None
     results: dict[str, Any] = found["results"]
     return results
 
