@@ -1,5 +1,6 @@
 """The first two steps say what usually goes wrong in silence."""
 
+import json
 import math
 import sys
 from pathlib import Path
@@ -65,6 +66,16 @@ def test_the_first_loss_is_judged_once(folder: Path) -> None:
     told = first.after_update(math.log(toy.VOCABULARY))
     assert len(told) == 1 and "untrained or not loaded" in told[0]
     assert not any("untrained" in text for text in first.after_update(math.log(toy.VOCABULARY)))
+
+
+def test_what_is_live_tells_engine_and_kernels(folder: Path) -> None:
+    one, _ = engine(folder, method="lora", lora={"rank": 4, "alpha": 8.0})
+    found = checks.live(one)
+    assert found["engine"]["engine"] == "single" and json.loads(json.dumps(found)) == found
+    assert found["kernels"]["counts"]["LlamaRMSNorm"] == 5
+    one.module.kernels.skipped["Linear"] = "differs by 0.1"
+    told = checks.kernels_told(checks.live(one)["kernels"])
+    assert "5 LlamaRMSNorm" in told and "left alone: Linear (differs by 0.1)" in told
 
 
 @pytest.mark.parametrize(

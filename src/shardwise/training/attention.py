@@ -17,6 +17,19 @@ from shardwise.training.kernels.attention import document_products
 NAME = "shardwise_documents"
 
 
+class Documents:
+    """Lengths of a row's documents, in an object into which torch.compile does not look.
+
+    Seen as a tuple, every new number of documents would be compiled anew.
+    """
+
+    __slots__ = ("lengths",)
+
+    def __init__(self, lengths: tuple[int, ...]) -> None:
+        self.lengths = lengths
+
+
+@torch.compiler.disable  # lengths of documents change with every micro-batch, and each would be compiled anew
 def document_attention(
     module: torch.nn.Module,
     query: torch.Tensor,  # (B, N, T, D)
@@ -25,7 +38,7 @@ def document_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    document_lengths: tuple[int, ...] | None = None,
+    document_lengths: Documents | tuple[int, ...] | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
@@ -36,6 +49,8 @@ def document_attention(
 
     Without `document_lengths` (generation) the row is one document; queries then are the last ones of the keys.
     """
+    if isinstance(document_lengths, Documents):
+        document_lengths = document_lengths.lengths
     options: dict[str, Any] = {
         "scaling": scaling,
         "dropout": dropout,
@@ -72,7 +87,6 @@ def _is_plain(
     )
 
 
-@torch.compiler.disable  # lengths change with every micro-batch, and each would be compiled anew
 def _on_cpu(
     query: torch.Tensor,
     key: torch.Tensor,

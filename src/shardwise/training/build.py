@@ -5,9 +5,9 @@ from typing import Any
 import torch
 
 from shardwise.recipe import Recipe
+from shardwise.training.compiling import compile_layers
 from shardwise.training.engines.protocol import Engine, Ranks
 from shardwise.training.hollow import fill, hollow_model
-from shardwise.training.layers import compile_layers
 from shardwise.training.model import ModelFolder, prepare_for_training
 
 

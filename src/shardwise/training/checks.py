@@ -3,6 +3,7 @@
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -124,6 +125,21 @@ class FirstSteps:
 def watch_gradients(engine: Engine) -> GradientWatch:
     """Start watching; two steps are needed, since LoRA's first matrix gets none while the second is zero."""
     return GradientWatch(engine)
+
+
+def live(engine: Engine) -> dict[str, Any]:
+    """What is really live, for the run's first record: the engine's facts, and which kernels are in the model.
+
+    `kernels`: {"counts": modules with a kernel by class, "skipped": class -> why it was left alone}.
+    """
+    return {"engine": dict(engine.facts()), "kernels": asdict(engine.module.kernels)}
+
+
+def kernels_told(kernels: Mapping[str, Mapping[str, Any]]) -> str:
+    """One line for a log: "kernels in 61 LlamaRMSNorm, 30 LlamaMLP; left alone: Linear (why)"."""
+    put = ", ".join(f"{count} {name}" for name, count in sorted(kernels["counts"].items()))
+    left = "; ".join(f"{name} ({why})" for name, why in sorted(kernels["skipped"].items()))
+    return f"kernels in {put or 'no module'}" + (f"; left alone: {left}" if left else "")
 
 
 def compare_facts(facts: Mapping[str, Any], recipe: Recipe, world_size: int) -> list[str]:

@@ -12,12 +12,3 @@ def decoder_layers(module: LossModel) -> list[nn.Module]:
         if isinstance(child, nn.ModuleList) and len(child) > len(longest):
             longest = list(child)
     return longest
-
-
-def compile_layers(module: LossModel) -> None:
-    """torch.compile of each layer by itself: one compilation serves all layers of one shape.
-
-    Attention is left out of it (see attention.py), and the number of tokens is a symbol: rows differ in length.
-    """
-    for layer in decoder_layers(module):
-        layer.compile(dynamic=True)

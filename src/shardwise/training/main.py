@@ -26,7 +26,7 @@ from shardwise.runs import RunFolder
 from shardwise.runs.changes import Change, accepted_of, check, compare, facts
 from shardwise.runs.checkpoints import Skipped, best, chosen, facts_of, set_aside, sha256
 from shardwise.runs.effective import effective
-from shardwise.training import samples
+from shardwise.training import checks, samples
 from shardwise.training.adapters.peft_import import import_peft
 from shardwise.training.build import build_engine
 from shardwise.training.checkpoint.load import load
@@ -135,7 +135,11 @@ def rank_main(run: RunFolder, ranks: Ranks, stop: Stop, resume: bool) -> None:
             run.track(recipe.run.tracking, recipe.model_dump(mode="json"))
             _explain_best(run, recipe)
             _record_code(run, folder)
-            run.event("start", steps=feed.steps, world_size=ranks.world_size, device=_device_name(device))
+            live = checks.live(engine)
+            print(checks.kernels_told(live["kernels"]), file=sys.stderr, flush=True)
+            run.event(
+                "start", steps=feed.steps, world_size=ranks.world_size, device=_device_name(device), **live
+            )
         before = log_evaluation(job, start, bar) if not start else None
         watch.beat(start, "samples", SAVE_SECONDS)
         _sample(job, tokenizer, prompts, start, bar)

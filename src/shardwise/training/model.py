@@ -71,7 +71,7 @@ class LossModel(nn.Module):
 def _attention_arguments(batch: MicroBatch, implementation: str) -> dict[str, Any]:
     """What tells this implementation where documents end."""
     if implementation == _documents.NAME:
-        return {"document_lengths": batch.document_lengths}
+        return {"document_lengths": _documents.Documents(batch.document_lengths)}
     if implementation.startswith("flash_attention"):
         ends = torch.tensor((0, *batch.document_lengths), device=batch.input_ids.device).cumsum(0).int()
         longest = max(batch.document_lengths)

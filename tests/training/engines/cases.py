@@ -102,6 +102,7 @@ CASES = {
         _fsdp2("fsdp2-qlora", method="qlora"),
         _fsdp2("fsdp2-lora-smollm2", method="lora", real=True),
         _fsdp2("fsdp2-lora-dora", method="lora", lora={"dora": True}),
+        _fsdp2("fsdp2-full-compile", training={"compile": True}),
         _fsdp2("fsdp2-full-sgd", optimizer=SGD),
         _fsdp2("fsdp2-full-adafactor", optimizer={"name": "adafactor"}),
         _fsdp2("fsdp2-full-muon", optimizer={"name": "muon"}),

@@ -19,7 +19,7 @@ from cases import CASES, Case
 from transformers import AutoModelForCausalLM
 
 from shardwise.runs import RunFolder
-from shardwise.training import checks
+from shardwise.training import checks, compiling
 from shardwise.training.build import build_engine
 from shardwise.training.checkpoint.load import load
 from shardwise.training.checkpoint.save import save
@@ -31,6 +31,8 @@ from shardwise.training.model import LossModel, ModelFolder, prepare_for_trainin
 
 CPU = torch.device("cpu")
 NORM = 0.5
+# Everything but the C++ compiler, which takes a minute; COMPILE_BACKEND=inductor for the whole.
+compiling.BACKEND = os.environ.get("COMPILE_BACKEND", "aot_eager")
 deepspeed_config.SUB_GROUP = 10_000  # several groups even in a tiny model
 
 
@@ -42,6 +44,7 @@ def build(case: Case, folder: Path, ranks: Ranks) -> Engine:
 def reference(case: Case, folder: Path) -> dict[str, Any]:
     """The same steps in one process over all micro-batches."""
     sections = {**case.sections, "engine": {"name": "single", "device": "cpu", "processes": 1}}
+    sections["training"] = {**sections["training"], "compile": False}
     recipe = toy.recipe(**sections)
     engine = build_engine(recipe, ModelFolder(folder, recipe), CPU, Ranks(), 4)
     assert isinstance(engine, SingleEngine)
