@@ -107,9 +107,7 @@ def score_memory(rows: Iterable[Row]) -> Score:
         estimate, size = answer
         if bound:
             if row.gpu is not None:
-                oom.append(
-                    OutOfMemory(row, estimate.allocated_bytes + estimate.fixed_bytes, row.gpu.usable_bytes)
-                )
+                oom.append(OutOfMemory(row, size, row.gpu.usable_bytes))
             continue
         assert row.measured_bytes is not None
         share = size / max(1, estimate.allocated_bytes)

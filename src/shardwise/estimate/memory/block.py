@@ -28,6 +28,7 @@ class Forward:
         self.tokens, self.attention, self.sequence = tokens, attention, sequence
         self.on_cpu = on_cpu
         self.layer_name = ""
+        self.shared: Paper | None = None  # the input of adapters that share one dropout
 
     # Single operations
 
@@ -39,13 +40,14 @@ class Forward:
         cast = x.bytes != tokens * m.inputs * w.compute
         source = sheet.op(tokens * m.inputs * w.compute, [x]) if cast else x
         weights = [(f"{self.layer_name}{m.name}", m.size * w.weight)] if m.trained else []
+        whole = m.size * w.compute * (2 if self.trainer.dequantised_twice else 1) if m.quantised else 0
         base = sheet.op(
             tokens * m.outputs * w.compute,
             [source],
             [source] if m.trained or (m.quantised and self.trainer.quantised_inputs) else [],
             weights=weights,
-            scratch=m.size * w.compute if m.quantised else 0,
-            backward_scratch=m.size * w.compute if m.quantised else 0,
+            scratch=whole,
+            backward_scratch=whole,
         )
         if cast:
             sheet.drop(source)
@@ -95,16 +97,17 @@ class Forward:
         """PEFT's LoRA: base + B(A(x)) * scale; with fp32 adapters the input is cast up for each of them."""
         sheet, tokens, a = self.sheet, self.tokens, self.w.adapter
         stored, name = self.w.adapter_stored, f"{self.layer_name}{m.name}"
+        keeps_result = self.trainer.padded_qkv and self._in_part_of_qkv(m)
         if m.quantised:  # PEFT copies the 4-bit layer's result before adding to it
             copy = sheet.op(base.bytes, [base])
             sheet.drop(base)
             base = copy
         cast = x.bytes != tokens * m.inputs * a
         source = sheet.op(tokens * m.inputs * a, [x]) if cast else x
-        if self.trainer.adapter_dropout:
-            mask = sheet.new(tokens * m.inputs)
-            dropped = sheet.op(source.bytes, [source], [mask])
-            sheet.drop(mask)
+        if self.trainer.adapter_dropout and self.shared is not None:
+            source, cast = self.shared, False
+        elif self.trainer.adapter_dropout:
+            dropped = self._dropout(source)
             if cast:
                 sheet.drop(source)
             source, cast = dropped, True
@@ -115,7 +118,7 @@ class Forward:
             tokens * m.outputs * a, [down], [down], weights=[(name + ".B", m.outputs * m.rank * stored)]
         )
         sheet.drop(down)
-        scaled = sheet.op(up.bytes, [up])
+        scaled = sheet.op(base.bytes if keeps_result else up.bytes, [up], [up] if keeps_result else [])
         sheet.drop(up)
         total = sheet.op(max(scaled.bytes, base.bytes), [base, scaled], alias=True)
         sheet.drop(base, scaled)
@@ -126,6 +129,17 @@ class Forward:
             sheet.drop(total)
             return result
         return total
+
+    def _dropout(self, x: Paper) -> Paper:
+        """A copy of an adapter's input with some elements zero, and a mask of one byte per element."""
+        mask = self.sheet.new(x.bytes // self.w.adapter)
+        dropped = self.sheet.op(x.bytes, [x], [mask])
+        self.sheet.drop(mask)
+        return dropped
+
+    def _in_part_of_qkv(self, m: Matrix) -> bool:
+        inputs = self.block.attention_in
+        return m in inputs and not all(i.rank for i in inputs)
 
     def norm(self, x: Paper, width: int, rows: int, name: str) -> Paper:
         """RMS norm as transformers writes it (fp32 inside), or one fused kernel; layer norm is always fused."""
@@ -211,7 +225,15 @@ class Forward:
 
     def self_attention(self, x: Paper) -> Paper:
         sheet, b, tokens, c = self.sheet, self.block, self.tokens, self.w.compute
+        one_adapter = (
+            self.trainer.fused_qkv and self.trainer.adapter_dropout and x.bytes == tokens * b.hidden * c
+        )
+        if one_adapter and any(m.rank for m in b.attention_in):
+            self.shared = self._dropout(x)
         parts = [self.linear(x, m) for m in b.attention_in]
+        if self.shared is not None:
+            sheet.drop(self.shared)
+            self.shared = None
         if len(parts) == 3 and self.trainer.fused_qkv:
             whole = sheet.op(sum(p.bytes for p in parts), parts, alias=True)
             sheet.drop(*parts)

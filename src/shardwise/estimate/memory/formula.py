@@ -151,6 +151,7 @@ def _question(shape: ModelShape, stack: Stack, trainer: Trainer) -> Question:
         kept_gradients=int(accumulates),
         around=around(shape, stack, trainer),
         softcap=shape.model_type == "gemma2",
+        quantised_head=trainer.quantised_head and stack.method == "qlora",
     )
 
 
@@ -200,6 +201,8 @@ def around(shape: ModelShape, stack: Stack, trainer: Trainer) -> Around:
         case "zero1" | "zero2":
             # Gradients go through a bucket (two when communication overlaps) into this rank's part.
             bucket = min(stack.reduce_bucket_size, trained_all) * (2 if n > 1 else 1)
+            if trainer.whole_buckets:
+                bucket = 2 * stack.reduce_bucket_size
             return Around(
                 bucket=c * bucket,
                 shard=c * trained_layer // n,

@@ -61,6 +61,7 @@ class Question:
     kept_gradients: int
     around: Around = NOTHING
     softcap: bool = False
+    quantised_head: bool = False
     every_layer: bool = False  # play all layers, for a replay of every single allocation
 
 
@@ -84,6 +85,8 @@ def play(q: Question, sheet: Sheet | None = None) -> Sheet:
     sheet.drop_weight_gradients = q.hook_takes_gradients
     if q.kept_gradients:
         sheet.gradients = dict.fromkeys(_weight_names(q), 0)
+    if q.trainer.outlived_inputs:
+        sheet.add(_outlived(q), "loss")
     rotary = sheet.new(2 * q.tokens * q.block.head_dim * q.widths.compute)
     trained = q.block.trained
     size = q.tokens * q.block.hidden * q.widths.residual
@@ -119,6 +122,18 @@ def _played(q: Question) -> list[str]:
     """Names of the layers that are played: two at each end, or all where there are no more."""
     names = [f"{i}." for i in range(q.layers)]
     return names if q.layers <= 4 or q.every_layer else [names[0], names[1], names[-2], names[-1]]
+
+
+def _outlived(q: Question) -> int:
+    """Bytes of the step before that live until this one's logits are there: its logits, and what 4-bit products
+    keep of their inputs outside autograd's books."""
+    b = q.block
+    kept = 0
+    if q.trainer.quantised_inputs and any(m.quantised for m in b.attention_in):
+        mlp = b.mlp_out.inputs if b.mlp_out is not None else 0
+        norms = 1 if b.parallel and b.norms == 1 else 2  # q, k and v share their input, and so do gate and up
+        kept = (norms * b.hidden + b.attention_out.inputs + mlp) * q.layers * q.widths.compute
+    return q.tokens * (kept + q.vocabulary * (q.trainer.logits_bytes or q.widths.compute))
 
 
 def _weight_names(q: Question) -> list[str]:
@@ -253,6 +268,7 @@ def _head(sheet: Sheet, q: Question, x: Paper, start: int) -> Paper | None:
     name = "embedding" if q.tied else "head"
     weights = [(name, table * q.widths.weight)] if trained else []
     kept: Paper | None = None
+    dequantised = table * c * (2 if q.trainer.dequantised_twice else 1) if q.quantised_head else 0
     labelled = q.labelled if q.trainer.loss == "fused" else tokens
     chunk = q.trainer.loss_tokens(labelled, v, q.on_cpu) * v
     if q.trainer.loss == "fused":
@@ -286,9 +302,12 @@ def _head(sheet: Sheet, q: Question, x: Paper, start: int) -> Paper | None:
         sheet.backward(shifted, start)
         return None
     elif q.trainer.loss == "split":  # the head and the loss run chunk by chunk, everything stays until then
-        logits = sheet.new(tokens * v * c, "loss")
+        logits = sheet.new(tokens * v * (q.trainer.logits_bytes or c), "loss")
+        sheet.flash(dequantised, "loss")
+        if q.trainer.outlived_inputs:  # the new logits take the place of the old ones now
+            sheet.remove(_outlived(q), "loss")
         saved = sheet.new(tokens * v * q.trainer.loss_bytes, "loss")
-        scratch = chunk * (2 * q.trainer.loss_bytes + c)
+        scratch = chunk * (2 * q.trainer.loss_bytes + c) + dequantised
         root = sheet.op(4, [x], [x, logits, saved], weights=weights, backward_scratch=scratch)
         sheet.drop(x, saved)
         if q.trainer.keeps_logits:

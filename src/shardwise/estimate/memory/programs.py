@@ -15,17 +15,21 @@ from shardwise.estimate.memory.terms import MemoryEstimate
 from shardwise.estimate.memory.trainer import Trainer
 from shardwise.estimate.stack import Stack
 from shardwise.facts.model import ModelShape
+from shardwise.units import GIB
 
 # transformers + PEFT + torch AdamW: full logits in fp32, its output object alive through the backward.
 HUGGING_FACE = Trainer(
     "transformers", loss="full", keeps_logits=True, masters=False, whole_step=True, loads=0
 )
-# litgpt: logits in chunks of 128 tokens but all alive, cross-entropy in compute dtype (litgpt/utils.py).
+# litgpt (litgpt/finetune/lora.py, litgpt/lora.py, litgpt/utils.py, read at 0.4.11): logits in chunks of 128 tokens
+# but all alive, cast to fp32 by Fabric, whose step keeps `logits` until the next forward has returned; bitsandbytes
+# 0.41 and 0.42, through fp16, for every nn.Linear, the output matrix among them.
 LITGPT = Trainer(
     "litgpt",
     loss="split",
     keeps_logits=True,
-    loss_bytes=2,
+    loss_bytes=4,
+    logits_bytes=4,
     masters=False,
     whole_step=True,
     chunk_tokens=128,
@@ -33,6 +37,10 @@ LITGPT = Trainer(
     expands_groups=True,
     adapter_dropout=True,
     quantised_inputs=True,
+    quantised_head=True,
+    dequantised_twice=True,
+    outlived_inputs=True,
+    padded_qkv=True,
     gradient_buckets=True,
     loads=1.5,
     unties=True,
@@ -79,6 +87,10 @@ def program_of(text: Mapping[str, str], family: str) -> Trainer:
         fp32_leftovers="upcast" in dtype + text.get("notes", "") and "nf4" in text.get("quant", ""),
         autocast="autocast" in precision,
     )
+    storage = "storage" in text.get("quant", "") or "pure" in precision
+    if trainer.name == "transformers" and text.get("method") == "qlora" and not storage:
+        # PEFT gives adapters the dtype of the weight they adapt, unless that is no float: then they stay fp32
+        trainer = replace(trainer, adapter_bytes=4)
     if trainer.name == "transformers":
         if family in UPCAST_IN_MODEL:
             trainer = replace(trainer, keeps_logits=False)
@@ -94,6 +106,8 @@ def program_of(text: Mapping[str, str], family: str) -> Trainer:
         and not compiled,
         offloads_activations=text.get("cpu_offload") == "activations",
     )
+    if "first step" in text.get("seq_kind", ""):  # the longest batch has no step before it
+        trainer = replace(trainer, outlived_inputs=False)
     if "fused" in optimizer:
         trainer = replace(trainer, fused_optimizer=True)
     trainer = replace(trainer, quantised_experts=True, quantised_bytes=GPTQ_BYTES.get(quant))
@@ -105,13 +119,23 @@ def program_of(text: Mapping[str, str], family: str) -> Trainer:
 def row_memory(
     text: Mapping[str, str], shape: ModelShape | None, stack: Stack
 ) -> tuple[MemoryEstimate, int] | str:
-    """(estimate, the bytes to compare with the row's measurement), or why there is none."""
+    """(estimate, the bytes to compare with the row's measurement), or why there is none.
+
+    The bytes are allocated, reserved or all of the card's, as the row measured; for a run that went out of
+    memory, what its allocator, torch's default, would have needed with everything fixed.
+    """
     reason = _declined(text, shape)
     if reason:
         return reason
     assert shape is not None
     trainer = program_of(text, shape.model_type)
     shape, stack = _per_rank(text, shape, stack)
+    if text.get("sharding_norm", "").startswith("zero") and "ZeRO" in text["sharding"]:
+        # DeepSpeed also on one rank; until 2026 it added gradients up in the dtype of the weights
+        stack = replace(stack, sharding=text["sharding_norm"])  # type: ignore[arg-type]
+        trainer = replace(trainer, masters=True, state_bytes=4, gradient_bytes=2, whole_buckets=True)
+        if text.get("source") == "qwen":  # finetune/ds_config_zero2.json
+            stack = replace(stack, reduce_bucket_size=2 * 10**8)
     estimate = estimate_memory(
         shape, replace(stack, optimizer="adamw" if stack.optimizer == "adamw" else stack.optimizer), trainer
     )
@@ -120,9 +144,13 @@ def row_memory(
         return estimate, estimate.allocated_bytes
     exact = re.match(r"exact|packed", text.get("seq_kind", "exact"))
     reserved = reserved_without_expandable_segments(shape, stack, trainer, () if exact else UP_TO_A_CAP)
-    if "smi" not in kind:
-        return estimate, reserved
-    return estimate, reserved + fixed_bytes(stack)
+    fixed = fixed_bytes(stack)
+    if text.get("outcome") == "oom":
+        return estimate, max(reserved, estimate.allocated_bytes) + fixed
+    # A card that is full makes the allocator give free segments back before it gives up.
+    card = int(float(text.get("gpu_mem_gb") or 0) * GIB) or reserved + fixed
+    reserved = max(min(reserved, card - fixed), estimate.allocated_bytes)
+    return estimate, reserved + (fixed if "smi" in kind else 0)
 
 
 def _per_rank(text: Mapping[str, str], shape: ModelShape, stack: Stack) -> tuple[ModelShape, Stack]:

@@ -81,7 +81,8 @@ def held(shape: ModelShape, stack: Stack, trainer: Trainer) -> Held:
     four = trainer.quantised_bytes or (NF4_DOUBLE_BYTES if stack.double_quantization else NF4_BYTES)
     frozen_bytes = 4 if trainer.fp32_leftovers else resident
     untied = shape.vocab_size * shape.hidden_size if trainer.unties and shape.tie_word_embeddings else 0
-    frozen = (n.frozen_16bit + untied) * frozen_bytes + n.frozen_4bit * four
+    head = shape.vocab_size * shape.hidden_size if trainer.quantised_head and n.frozen_4bit else 0
+    frozen = (n.frozen_16bit + untied - head) * frozen_bytes + (n.frozen_4bit + head) * four
     adapter = trainer.adapter_bytes or (c if stack.method != "full" else resident)
     mastered = trainer.masters and stack.master_weights and stack.precision == "bf16" and adapter == 2
     if stack.sharding == "fsdp2" and mastered:  # the shards are the fp32 masters; bf16 exists while gathered
@@ -90,7 +91,7 @@ def held(shape: ModelShape, stack: Stack, trainer: Trainer) -> Held:
         trained_weights, masters = float(adapter * n.trained), 4.0 * n.trained if mastered else 0.0
     states = OPTIMIZER_STATES.get(stack.optimizer, 8.0) * trainer.state_bytes / 4 * n.trained
     accumulates = stack.gradient_accumulation_steps > 1 or trainer.gradients_alive
-    grad_bytes = (
+    grad_bytes = trainer.gradient_bytes or (
         4 if mastered or (stack.sharding in ("zero1", "zero2", "zero3") and trainer.masters) else adapter
     )
     grad_shards = shards if stack.sharding in ("fsdp2", "zero2", "zero3") else 1

@@ -19,6 +19,8 @@ class Trainer:
       that writes their gradient over them.
     loss_bytes
       bytes per element in which `split` computes its cross-entropy.
+    logits_bytes
+      bytes per element of the logits handed to `split` or `full`; None: compute dtype (Fabric casts outputs up).
     keeps_logits
       the compute-dtype logits stay alive through the backward (the output object of transformers).
     picks_logits
@@ -43,6 +45,15 @@ class Trainer:
       bytes per quantised element; None: NF4 as bitsandbytes stores it.
     quantised_inputs
       4-bit products keep their input (bitsandbytes before 0.43).
+    quantised_head
+      the output matrix is in 4 bits too.
+    dequantised_twice
+      a 4-bit matrix is made whole in fp16 and then cast to bf16, so that two copies live for a moment.
+    outlived_inputs
+      the step before's logits, and through them its graph, live until the next forward has ended; of the graph
+      only what autograd does not free is left: the inputs of 4-bit products (see `quantised_inputs`).
+    padded_qkv
+      an adapter on part of a fused q-k-v is copied into zeros of full width, and its result kept for that.
     fused_qkv
       q, k and v come out of one product and v stays a view of all of it.
     expands_groups
@@ -53,6 +64,10 @@ class Trainer:
       one kernel updates in place, without temporaries.
     gradient_buckets
       DistributedDataParallel copies gradients into buckets (gradient_as_bucket_view off).
+    gradient_bytes
+      bytes per element in which gradients are kept and added up; None: as our engines do.
+    whole_buckets
+      DeepSpeed's reduction buffers, two of `reduce_bucket_size` elements, however little is trained.
     loads
       weights alive at once while loading and sharding, over the whole model's; 0: never whole on a device.
     unties
@@ -75,6 +90,7 @@ class Trainer:
     keeps_logits: bool = False
     picks_logits: bool = False
     loss_bytes: int = 4
+    logits_bytes: int | None = None
     adapter_bytes: int | None = None
     fp32_leftovers: bool = False
     autocast: bool = False
@@ -92,11 +108,17 @@ class Trainer:
     quantised_experts: bool = False
     quantised_bytes: float | None = None
     quantised_inputs: bool = False
+    quantised_head: bool = False
+    dequantised_twice: bool = False
+    outlived_inputs: bool = False
+    padded_qkv: bool = False
     fused_qkv: bool = False
     expands_groups: bool = False
     adapter_dropout: bool = False
     fused_optimizer: bool = False
     gradient_buckets: bool = False
+    gradient_bytes: int | None = None
+    whole_buckets: bool = False
     loads: float = 1.0
     unties: bool = False
     selective_products: bool = False
