@@ -57,7 +57,10 @@ TORCHTITAN = Trainer(
 # does and computes the loss in 16 bits (both: before its common loss function of 2024).
 UPCAST_IN_MODEL = ("granite", "granitemoe", "granitemoeshared", "chatglm")
 LOSS_IN_16_BITS = ("gpt_bigcode", "qwen", "bloom", "falcon")
-# Lengths of batches, as shares of a cap, in a run whose sequences are only cut there: quarters, the longest last.
+# Lengths of batches, as shares of a cap. Batches come in no order, and the pools grow whenever one is longer than
+# all before it: where documents are cut at the cap, new records creep up on it (those of the sequence n/phi modulo
+# 1, which fills a range most evenly); where a cap is only an upper limit, few batches come near it.
+CUT_AT_A_CAP = (0.618, 0.854, 0.944, 1.0)
 UP_TO_A_CAP = (0.5, 0.75, 1.0)
 # GPTQ: 4 or 8 bits, one 16-bit scale and one packed zero per group of 128.
 GPTQ_BYTES = {"gptq int4": 0.5 + (2 + 0.5) / 128, "gptq int8": 1 + (2 + 1) / 128}
@@ -142,8 +145,7 @@ def row_memory(
     kind = text.get("mem_kind", "")
     if "allocated" in kind or "active" in kind:
         return estimate, estimate.allocated_bytes
-    exact = re.match(r"exact|packed", text.get("seq_kind", "exact"))
-    reserved = reserved_without_expandable_segments(shape, stack, trainer, () if exact else UP_TO_A_CAP)
+    reserved = reserved_without_expandable_segments(shape, stack, trainer, _lengths(text.get("seq_kind", "exact")))
     fixed = fixed_bytes(stack)
     if text.get("outcome") == "oom":
         return estimate, max(reserved, estimate.allocated_bytes) + fixed
@@ -151,6 +153,12 @@ def row_memory(
     card = int(float(text.get("gpu_mem_gb") or 0) * GIB) or reserved + fixed
     reserved = max(min(reserved, card - fixed), estimate.allocated_bytes)
     return estimate, reserved + (fixed if "smi" in kind else 0)
+
+
+def _lengths(kind: str) -> tuple[float, ...]:
+    if kind.startswith(("exact", "packed")):
+        return ()
+    return CUT_AT_A_CAP if kind.startswith("truncated") else UP_TO_A_CAP
 
 
 def _per_rank(text: Mapping[str, str], shape: ModelShape, stack: Stack) -> tuple[ModelShape, Stack]:
