@@ -323,11 +323,11 @@ def _head(sheet: Sheet, q: Question, x: Paper, start: int) -> Paper | None:
             picked = sheet.op(logits.bytes, [logits])
             sheet.drop(logits)
             logits = picked
-        if q.trainer.keeps_logits:
-            logits.refs += 1
-            kept = logits
         width = max(c, q.trainer.loss_bytes)
         wide = logits if c == width else sheet.op(tokens * v * width, [logits])
+        if q.trainer.keeps_logits:
+            kept = wide if q.trainer.logits_bytes == width else logits
+            kept.refs += 1
         if wide is not logits:
             sheet.drop(logits)
         probabilities = sheet.op(tokens * v * width, [wide], save_output=True)

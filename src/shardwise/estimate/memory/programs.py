@@ -75,6 +75,9 @@ def program_of(text: Mapping[str, str], family: str) -> Trainer:
     if source == "torchtune" and "chunked" in loss:
         compiled = text.get("compile") == "yes"  # the compiled loss keeps no fp32 copy of its logits
         trainer = replace(trainer, loss="split", chunks=8, loss_bytes=0 if compiled else 4)
+    elif source == "torchtune" and re.search(r"2024-0[1-7]", text.get("source_path", "")):
+        # recipes before August 2024 held the shifted fp32 logits through the backward (no `del logits` yet)
+        trainer = replace(trainer, keeps_logits=True, logits_bytes=4)
     elif re.search("liger|fused kernel", loss):
         trainer = replace(trainer, loss="fused", keeps_logits=False)
     elif "materialised" in loss:  # one kernel that writes the gradient over the logits
@@ -145,7 +148,9 @@ def row_memory(
     kind = text.get("mem_kind", "")
     if "allocated" in kind or "active" in kind:
         return estimate, estimate.allocated_bytes
-    reserved = reserved_without_expandable_segments(shape, stack, trainer, _lengths(text.get("seq_kind", "exact")))
+    reserved = reserved_without_expandable_segments(
+        shape, stack, trainer, _lengths(text.get("seq_kind", "exact"))
+    )
     fixed = fixed_bytes(stack)
     if text.get("outcome") == "oom":
         return estimate, max(reserved, estimate.allocated_bytes) + fixed
