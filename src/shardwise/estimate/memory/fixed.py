@@ -3,12 +3,14 @@
 from shardwise.estimate.stack import Stack
 from shardwise.units import MIB
 
-# CUDA context with torch's kernels loaded, on A100 and H100 with CUDA 12 (nvidia-smi of an idle process after one
-# matrix product; NVIDIA's driver takes about 0.3 GiB of it). Lazy module loading (CUDA 12.2+) makes it smaller.
+# CUDA context with the kernels a step loads (lazy loading, CUDA 11.7 and later): 400 MB reported for torch in 2023
+# (pytorch issue 109888), 484 MiB with NCCL's library on an RTX 3090 (nccl pull request 2366).
 CONTEXT_BYTES = 500 * MIB
 # cuBLAS workspace of torch on Hopper (32 MiB) and older cards (8 MiB): torch/docs/source/notes/cuda.rst
 WORKSPACE_BYTES = 32 * MIB
-# NCCL's channel buffers per communicator (NCCL_BUFFSIZE 4 MiB x channels x peers of a ring, both directions).
+# NCCL's channel buffers, linear in the channels its links need and flat beyond two nodes (nccl issue 986). With the
+# context it makes 0.98 GB, against 1.06 GB seen on 8 H100 after ring collectives (nccl issue 1685); all-to-all, which
+# none of the engines uses, takes 3 GB more there.
 NCCL_BYTES = 400 * MIB
 # With expandable segments a run needs its tensors and 0.2 %.
 EXPANDABLE_OVERHEAD = 0.002
