@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
+    from shardwise.launch.job import Job
     from shardwise.launch.submission import Submission
     from shardwise.launch.targets.parts import Seen
     from shardwise.recipe import Recipe
@@ -127,8 +128,23 @@ def _local(recipe: "Recipe", name: str | None, dry_run: bool) -> None:
     job = decide_and_show(recipe)
     if dry_run:
         click.echo("dry run: nothing was started")
-    else:
-        run_and_report(job)
+        return
+    if recipe.launch.preflight:
+        _preflight_here(job)
+    run_and_report(job)
+
+
+def _preflight_here(job: "Job") -> None:
+    """The links between the ranks of this machine. Raises RunError when a rank does not answer."""
+    from shardwise.launch import preflight
+    from shardwise.launch.cluster import ranks_of_a_node
+    from shardwise.launch.ports import choose_port
+
+    where = preflight.Where(1, 0, ranks_of_a_node(job), "127.0.0.1", choose_port(None))
+    if where.ranks_per_node > 1:
+        measured = preflight.measure(where, {})
+        assumed = preflight.assumption(job.plan.offer, where)
+        click.echo(preflight.as_text(preflight.judge(measured, assumed)), err=True)
 
 
 def _decide(recipe: "Recipe") -> "tuple[Recipe | None, dict[str, object] | None]":
