@@ -5,7 +5,8 @@
 Writes measurements/engine-memory-smollm2-2-ranks.json and prints the table of docs/engines.md. Two steps of two
 micro-batches per rank, bf16 with fp32 masters, AdamW, full activation checkpointing, buckets of 10 million elements:
 states dominate, so that the table shows what each engine splits. Offloaded tensors lie in host memory or on disk on
-a machine with a GPU; here they are told apart by the engine and left out of `device_bytes`.
+a machine with a GPU; here they are told apart by the engine (shardwise.training.device_peak): `device_bytes` is the
+peak of all other live tensors.
 """
 
 import argparse
@@ -33,7 +34,12 @@ ENGINES: dict[str, dict[str, Any]] = {
     "zero-2": {"name": "deepspeed", "deepspeed": {"zero_stage": 2, **BUCKETS}},
     "zero-3": {"name": "deepspeed", "deepspeed": {"zero_stage": 3, **LIVE, **BUCKETS}},
     "fsdp2": {"name": "fsdp2"},
+    "fsdp2, all on cpu": {"name": "fsdp2", "fsdp2": {"cpu_offload": True}},
     "zero-2, optimizer on cpu": {"name": "deepspeed", "deepspeed": {"zero_stage": 2, **OFFLOAD, **BUCKETS}},
+    "zero-3, all on cpu": {
+        "name": "deepspeed",
+        "deepspeed": {"zero_stage": 3, **OFFLOAD, "offload_parameters": "cpu", **LIVE, **BUCKETS},
+    },
     "zero-3, all on nvme": {"name": "deepspeed", "deepspeed": {**NVME, **LIVE, **BUCKETS}},
 }
 TOKENS, MICRO_BATCHES = 256, 2  # with one micro-batch ZeRO-1 and 2 hold the same
@@ -47,8 +53,9 @@ def rank(name: str, model: Path, out: Path) -> None:
     from shardwise.recipe import Recipe
     from shardwise.training.batches import pack_documents
     from shardwise.training.build import build_engine
+    from shardwise.training.device_peak import DevicePeak
     from shardwise.training.engines.protocol import Ranks
-    from shardwise.training.meter import Meter, peak_resident_bytes
+    from shardwise.training.meter import peak_resident_bytes
     from shardwise.training.model import ModelFolder
 
     os.chdir(out)
@@ -71,42 +78,35 @@ def rank(name: str, model: Path, out: Path) -> None:
         }
     )
     engine = build_engine(recipe, ModelFolder(model, recipe), torch.device("cpu"), ranks, MICRO_BATCHES)
-    meter = Meter(engine)
+    meter = DevicePeak(engine)
     torch.manual_seed(ranks.rank)
     for _ in range(2):
         ids = torch.randint(0, 40_000, (TOKENS,)).numpy()
         batch = pack_documents([(ids.astype("int32"), ids)])
-        with meter.step(TOKENS):
+        with meter.watching():
             for i in range(MICRO_BATCHES):
-                meter.phase("forward")
+                meter.enter("forward")
                 loss = engine.forward(batch)
-                meter.phase("backward")
+                meter.enter("backward")
                 scale = 1 / (MICRO_BATCHES * ranks.world_size * (TOKENS - 1))
                 engine.backward(loss, scale, last=i == MICRO_BATCHES - 1)
                 del loss
-            meter.phase("step")
+            meter.enter("step")
             engine.step(1e-5, 1.0)
     held = {term: _bytes(tensors) for term, tensors in engine.tensors().items()}
-    facts = engine.facts()
-    offloaded = sum(
-        held.get(term, 0)
-        for key, terms in (
-            ("offload_optimizer", ("master_weights", "optimizer", "gradients")),
-            ("offload_parameters", ("weights",)),
-        )
-        if facts.get(key, "none") != "none"
-        for term in terms
-    )
+    split = meter.split()
     found = {
         "engine": name,
         "rank": ranks.rank,
-        "facts": facts,
+        "facts": engine.facts(),
         "held_bytes": held,
-        "peak_allocated_bytes": meter.peak.bytes,
-        "peak_phase": meter.peak.phase,
-        "device_bytes": max(0, meter.peak.bytes - offloaded),
+        "peak_allocated_bytes": split.all_bytes,
+        "device_bytes": split.device_bytes,
+        "device_phase": split.phase,
+        "device_terms": split.terms,
+        "host_bytes": split.host_bytes,
         "peak_resident_bytes": peak_resident_bytes(),
-        "method": meter.method,
+        "method": "bytes of live tensors, storages followed during 2 steps; offloaded ones told apart",
     }
     (out / f"rank-{ranks.rank}.json").write_text(json.dumps(found))
     dist.barrier()
@@ -179,20 +179,24 @@ def main() -> None:
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """Markdown; MiB. What is offloaded says where; on a CPU its peak says nothing about a device."""
+    """Markdown; MiB. What is offloaded says where; the last two columns are peaks within a step."""
     terms = ("weights", "master_weights", "gradients", "optimizer")
-    lines = ["| engine | " + " | ".join(t.replace("_", " ") for t in terms) + " | peak of live tensors |"]
-    lines.append("|---|" + "---:|" * (len(terms) + 1))
+    lines = [
+        "| engine | " + " | ".join(t.replace("_", " ") for t in terms) + " | peak on device | peak in host |"
+    ]
+    lines.append("|---|" + "---:|" * (len(terms) + 2))
     for record in sorted(records, key=lambda r: list(ENGINES).index(r["engine"])):
         facts = record["facts"]
-        states, weights = facts.get("offload_optimizer", "none"), facts.get("offload_parameters", "none")
+        everything = facts.get("cpu_offload", False)
+        states = "cpu" if everything else facts.get("offload_optimizer", "none")
+        weights = "cpu" if everything else facts.get("offload_parameters", "none")
         cells = []
         for term in terms:
             place = weights if term == "weights" else states
             size = f"{record['held_bytes'].get(term, 0) / 2**20:.0f}"
             cells.append({"none": size, "cpu": f"{size} (host)", "nvme": "on disk"}[place])
-        peak = f"{record['peak_allocated_bytes'] / 2**20:.0f}" if states == "none" else "-"
-        lines.append(f"| {record['engine']} | {' | '.join(cells)} | {peak} |")
+        cells += [f"{record[key] / 2**20:.0f}" for key in ("device_bytes", "host_bytes")]
+        lines.append(f"| {record['engine']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

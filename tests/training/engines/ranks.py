@@ -12,6 +12,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import memory
 import torch
 import torch.distributed as dist
 import toy
@@ -164,6 +165,20 @@ def exported_loss(target: Path, case: Case, model: Path) -> float:
     return total / tokens
 
 
+def run_memory(engine: str, root: Path, ranks: Ranks) -> dict[str, Any]:
+    """Peak bytes of an engine's variants on the fullest rank."""
+    model = root / "model-large"
+    if ranks.rank == 0 and not model.exists():
+        toy.make_model(model, layers=6, hidden=192)
+    dist.barrier()
+    found = {}
+    for name, section in memory.ENGINES[engine].items():
+        both = [{}, {}]
+        dist.all_gather_object(both, memory.measure(section, model, ranks))
+        found[name] = {key: max(one[key] for one in both) for key in both[0]}
+    return found
+
+
 def main(engine: str, root: Path) -> None:
     warnings.simplefilter("ignore")
     os.chdir(root)  # nvme_path of the cases is relative
@@ -178,6 +193,11 @@ def main(engine: str, root: Path) -> None:
             results[case.name] = {"error": traceback.format_exc()}
             traceback.print_exc()
             break  # the ranks may be at different places now
+    if not os.environ.get("ONLY") or "memory" in only:
+        try:
+            results["memory"] = run_memory(engine, root, ranks)
+        except Exception:
+            results["memory"] = {"error": traceback.format_exc()}
     if ranks.rank == 0 or any("error" in r for r in results.values()):
         (root / f"{engine}-{ranks.rank}.json").write_text(json.dumps(results))
     if not any("error" in r for r in results.values()):

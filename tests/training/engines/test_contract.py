@@ -27,13 +27,13 @@ def results(tmp_path_factory: pytest.TempPathFactory, smollm2: Path) -> Any:
     root = tmp_path_factory.mktemp("engines")
     found: dict[str, dict[str, Any]] = {}
 
-    def of(case: Case) -> dict[str, Any]:
-        engine = case.engine["name"]
+    def of(case: Case, part: str = "") -> dict[str, Any]:
+        engine, key = case.engine["name"], part or case.name
         if engine not in found:
             found[engine] = run(engine, root, smollm2)
-        if case.name not in found[engine]:
-            pytest.fail(f"{case.name} did not run: a case of {engine} before it failed")
-        result: dict[str, Any] = found[engine][case.name]
+        if key not in found[engine]:
+            pytest.fail(f"{key} did not run: a case of {engine} before it failed")
+        result: dict[str, Any] = found[engine][key]
         if "error" in result:
             pytest.fail(result["error"])
         return result
@@ -142,3 +142,18 @@ def test_held_bytes_fall_as_theory_says(results: Any) -> None:
         assert bytes_of(results, name, "weights") == pytest.approx(weights / 2, rel=0.01)
     for name in ("zero1-full", "zero2-full"):
         assert bytes_of(results, name, "weights") == weights
+
+
+def test_peak_bytes_fall_as_theory_says(results: Any) -> None:
+    """DDP > ZeRO-1 > ZeRO-2 > ZeRO-3 ~ FSDP2 on the device, offload lower still and in the host instead."""
+    peaks: dict[str, dict[str, int]] = {}
+    for engine in CASES:
+        peaks |= results(CASES[engine][0], "memory")
+    device = {name: found["device"] for name, found in peaks.items()}
+    order = ("ddp", "zero1", "zero2", "zero3", "zero3-offload")
+    assert [device[name] for name in order] == sorted((device[name] for name in order), reverse=True), device
+    assert device["zero1"] > 1.1 * device["zero2"] > 1.1 * device["zero3"], device
+    assert 0.6 < device["fsdp2"] / device["zero3"] < 1.4, device
+    for name in ("zero2", "zero3", "fsdp2"):
+        assert device[f"{name}-offload"] < 0.7 * device[name], device
+        assert peaks[f"{name}-offload"]["host"] > device[name] / 2 and peaks[name]["host"] == 0, peaks

@@ -140,6 +140,9 @@ class DdpEngine:
             "optimizer": type(self.updater.optimizers[0]).__name__,
         }
 
+    def offloaded(self) -> Sequence[torch.Tensor]:
+        return ()
+
     def gathered(self) -> Any:
         return nullcontext()
 

@@ -148,6 +148,21 @@ class DeepSpeedEngine:
             "optimizer": [v for v in states if isinstance(v, torch.Tensor)],
         }
 
+    def offloaded(self) -> Sequence[torch.Tensor]:
+        found: list[Any] = []
+        if self._offloads:
+            kept, zero = self.tensors(), self.zero
+            found += [kept["master_weights"], [m.grad for m in self._flat_masters()], kept["optimizer"]]
+            found += [getattr(zero, name, None) for name in _HOST_BUFFERS]
+            found.append(getattr(getattr(zero, "optimizer_swapper", None), "swap_buffer_manager", None))
+        if self.section.offload_parameters != "none":
+            found += [[p.ds_tensor for p in self.module.parameters()]]
+            swapper = getattr(self.zero.parameter_offload, "param_swapper", None) or getattr(
+                self.zero, "param_swapper", None
+            )
+            found.append(swapper)
+        return list(_tensors_in(found))
+
     def facts(self) -> dict[str, Any]:
         config = self.engine._config
         zero = config.zero_config
@@ -272,6 +287,30 @@ class DeepSpeedEngine:
             if self._swapped(group):
                 zero._optimizer_states_and_gradient_swap_out(group)
         zero._post_step(set())
+
+
+# Where ZeRO keeps gradients and updated weights of an update on the host: stages 1 and 2, then 3.
+_HOST_BUFFERS = (
+    "accumulated_grads_in_cpu",
+    "temp_grad_buffer_for_cpu_offload",
+    "param_buffer_of_bit16_for_cpu_offload_groups",
+    "grad_partitions_flat_buffer",
+    "lp_param_contiguous_pin_buffer",
+)
+
+
+def _tensors_in(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
+    """Tensors in nested lists and dictionaries, and in the fields of DeepSpeed's buffer managers."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors_in(item, depth - 1)
+    elif depth and isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors_in(item, depth - 1)
+    elif depth and type(value).__module__.startswith("deepspeed."):
+        yield from _tensors_in(vars(value), depth - 1)
 
 
 def _import_deepspeed(device: torch.device) -> Any:

@@ -156,6 +156,12 @@ class Fsdp2Engine:
         kept["weights"] += list(self.module.buffers())
         return kept
 
+    def offloaded(self) -> Sequence[torch.Tensor]:
+        if not self.section.cpu_offload:
+            return ()
+        kept = self.tensors()
+        return [*(_local(p.data) for p in self.module.parameters()), *kept["gradients"], *kept["optimizer"]]
+
     def facts(self) -> dict[str, Any]:
         frozen = [p for p in self.module.parameters() if not p.requires_grad]
         return {

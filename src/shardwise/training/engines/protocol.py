@@ -81,6 +81,10 @@ class Engine(Protocol):
         """Long-lived tensors on this rank by memory term: weights, master_weights, gradients, optimizer, engine."""
         ...
 
+    def offloaded(self) -> Sequence[torch.Tensor]:
+        """Long-lived tensors that lie in host memory, or are swapped through it, where the device is a GPU."""
+        ...
+
     def gathered(self) -> Any:
         """Context in which `module` can be called by this process alone (generation): weights whole."""
         ...

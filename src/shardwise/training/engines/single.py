@@ -68,6 +68,9 @@ class SingleEngine:
         module = self.module
         return {"weights": [*module.parameters(), *module.buffers()], **self.updater.tensors()}
 
+    def offloaded(self) -> Sequence[torch.Tensor]:
+        return ()
+
     def gathered(self) -> Any:
         return nullcontext()
 
