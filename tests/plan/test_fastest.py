@@ -8,7 +8,7 @@ from shardwise.estimate.speed import step_seconds
 from shardwise.facts.catalogue import catalogue_shape
 from shardwise.facts.gpus import load_prices, parse_offer
 from shardwise.plan.fastest import EQUAL, Grid, fastest, needed
-from shardwise.plan.model import DataFacts, host_holds, verdict
+from shardwise.plan.model import DataFacts, host_problem, verdict
 from shardwise.plan.question import Question
 from shardwise.plan.search import METHODS, answer, grids
 
@@ -49,10 +49,7 @@ def test_bounds_find_what_trying_everything_finds(name: str, gpus: str, length: 
             memory, stack = grid.memory(kind, micro), grid.stack(kind, micro)
             if verdict(memory, offer.gpu.usable_bytes) != "fits":
                 return False
-            if stack.offload_optimizer == "none" and stack.offload_parameters == "none":
-                return True
-            disk = memory.disk_bytes_per_node <= offer.gpu.disk_bytes
-            return disk and host_holds(asked.shape, stack, offer)
+            return not host_problem(asked.shape, stack, offer, memory)
 
         def seconds(kind: str, micro: int, grid: Grid = grid) -> float:
             return step_seconds(asked.shape, offer.gpu, grid.stack(kind, micro))

@@ -178,3 +178,78 @@ def test_teaching_prefers_all_weights_and_steering_adapters() -> None:
     assert steer is not None
     assert teach is not None
     assert (steer.plan.stack.method, teach.plan.stack.method) == ("lora", "full")
+
+
+def test_a_card_without_a_price_comes_last_and_that_is_said() -> None:
+    found = ask(gpus="8xMI355X 8xH100-80GB", methods=("lora",))
+    best, text = found.options[0], plan_text(found)
+    assert best.cost is not None
+    assert any(o.cost is None for o in found.options)
+    assert "no rent price of MI355X is known" in text
+    assert "not searched, for no rent price is known" in plan_text(ask(gpus=None, methods=("lora",)))
+
+
+def test_what_the_host_cannot_hold_is_named_with_numbers() -> None:
+    """7B in full on a desktop: states of 87 GB in a host of 64 GiB."""
+    found = ask("mistralai/Mistral-7B-v0.1", gpus="1xRTX4090", methods=("full",))
+    reasons = [r.reason for r in found.rejected if r.needed_bytes <= r.capacity_bytes]
+    assert reasons
+    assert all("of host memory per node, of 64.00 GiB" in r for r in reasons)
+    assert reasons[0] in plan_text(found)
+    nothing = ask("mistralai/Mistral-7B-v0.1", gpus="1xRTX4060Ti-16GB", methods=("full",))
+    assert nothing.recommended is None
+    assert "of host memory per node, of 64.00 GiB" in recommendation(nothing)
+
+
+def test_the_method_is_the_goal_s_first_among_those_asked_for() -> None:
+    at_least_lora = ("full", "lora")
+    steer, teach = (
+        ask(methods=at_least_lora).recommended,
+        ask(methods=at_least_lora, goal="teach").recommended,
+    )
+    assert steer is not None and teach is not None
+    assert (steer.plan.stack.method, teach.plan.stack.method) == ("lora", "full")
+
+
+def test_a_goal_that_misses_the_wish_is_said() -> None:
+    """Teaching takes longer than the hour on this card: adapters are recommended, and why is told."""
+    found = ask("mistralai/Mistral-7B-v0.1", gpus="1xRTX4090", goal="teach", deadline_seconds=3600)
+    assert found.recommended is not None
+    assert found.recommended.plan.stack.method == "lora"
+    assert any(n.startswith("full, which the goal asks for first, takes") for n in found.notes)
+
+
+def test_a_budget_to_buy_is_held_against_the_price_of_the_hardware() -> None:
+    found = ask(gpus="1xRTX4090 8xH100-80GB", methods=("lora",), buy=True, budget_usd=5000)
+    offers = {o.plan.offer.name: o.missed for o in found.options}
+    assert offers["1xRTX4090"] == ""
+    assert "is $324,000 of $5,000" in offers["8xH100-80GB"]
+    assert "to buy they are about $3,420" in plan_text(found)
+
+
+def test_every_row_shows_host_disk_energy_and_ranges() -> None:
+    text = plan_text(ask(gpus="8xH100-80GB 8xA100-80GB"))
+    head = next(line for line in text.splitlines() if line.startswith("method"))
+    for column in ("host", "disk", "MFU", "free", "time", "cost", "energy"):
+        assert column in head
+    row = next(line for line in text.splitlines() if line.startswith("lora    ddp"))
+    assert " to " in row and "kWh" in row
+    for word in ("price: ", "(2025-06)", "rates: ", "energy: ", "time: "):
+        assert word in text
+
+
+def test_every_offer_that_was_given_is_in_the_table() -> None:
+    text = plan_text(ask(gpus="8xH100-80GB 8xA100-80GB 4xL40S"))
+    table = text[text.index("method  engine") : text.index("allocated: peak")]
+    for offer in ("8xH100-80GB", "8xA100-80GB", "4xL40S"):
+        assert offer in table
+
+
+def test_a_method_that_rules_refuse_is_not_offered() -> None:
+    from shardwise.errors import RuleError
+
+    found = ask("Qwen/Qwen3-30B-A3B")
+    assert {o.plan.stack.method for o in found.options} == {"full", "lora"}
+    assert any(n.startswith("qlora is not in question here") for n in found.notes)
+    with pytest.raises(RuleError, match="qlora"):
+        ask("Qwen/Qwen3-30B-A3B", methods=("qlora",))

@@ -74,7 +74,7 @@ def plan(model: str, as_json: bool, explain: bool, write: str | None, **flags: A
     from shardwise.report.plan_text import plan_text
 
     shape = read_model(model, flags["revision"])
-    question, notes = _question(shape, flags)
+    question, notes = _question(model, shape, flags)
     from dataclasses import replace
 
     found = answer(question)
@@ -91,16 +91,19 @@ def plan(model: str, as_json: bool, explain: bool, write: str | None, **flags: A
         click.echo(f"wrote {write}: shardwise {command} {write}", err=True)
         if not flags["data"]:
             click.echo(f"note: data.train in {write} is a placeholder: put your file there", err=True)
+        if result.recommended.plan.stack.offload_optimizer == "nvme":
+            click.echo(
+                f"note: engine.deepspeed.nvme_path in {write}: name a folder on the NVMe disk", err=True
+            )
 
 
-def _question(shape: "ModelShape", flags: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
+def _question(model: str, shape: "ModelShape", flags: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
     from shardwise.facts.gpus import load_prices
     from shardwise.plan.search import METHODS, Question
     from shardwise.units import parse_seconds, parse_usd
 
     notes: list[str] = []
     offers = _offers(flags, notes)
-    data = _data(flags, notes)
     methods: tuple[str, ...] = METHODS
     if flags["at_least_quality"]:
         methods = METHODS[: METHODS.index(flags["at_least_quality"]) + 1]
@@ -114,6 +117,7 @@ def _question(shape: "ModelShape", flags: dict[str, Any]) -> tuple[Any, tuple[st
     length = flags["sequence_length"] or min(2048, shape.max_position_embeddings)
     if length > shape.max_position_embeddings:
         notes.append(f"the model was built for {shape.max_position_embeddings:,} tokens, not {length:,}")
+    data = _data(model, shape, length, flags, notes)
     targets: str | tuple[str, ...] = flags["targets"]
     if targets not in ("all-linear", "attention"):
         targets = tuple(t.strip() for t in str(targets).split(",") if t.strip())
@@ -158,9 +162,10 @@ def _offers(flags: dict[str, Any], notes: list[str]) -> "tuple[Offer, ...]":
     return ()
 
 
-def _data(flags: dict[str, Any], notes: list[str]) -> "DataFacts":
+def _data(
+    model: str, shape: "ModelShape", length: int, flags: dict[str, Any], notes: list[str]
+) -> "DataFacts":
     from shardwise.errors import UsageError
-    from shardwise.plan.data_facts import facts_of_file
     from shardwise.plan.model import DataFacts
     from shardwise.units import parse_count
 
@@ -176,7 +181,9 @@ def _data(flags: dict[str, Any], notes: list[str]) -> "DataFacts":
             )
         return DataFacts(tokens=tokens)
     if flags["data"]:
-        facts, note = facts_of_file(flags["data"])
+        from shardwise.launch.counting import count_rows
+
+        facts, note = count_rows(model, flags["revision"], shape, flags["data"], length, flags["epochs"])
         notes.append(note)
         return facts
     return DataFacts()

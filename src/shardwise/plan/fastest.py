@@ -24,7 +24,7 @@ from shardwise.estimate.speed import step_seconds
 from shardwise.estimate.stack import Stack
 from shardwise.facts.gpus import Offer
 from shardwise.facts.model import ModelShape
-from shardwise.plan.model import host_holds, verdict
+from shardwise.plan.model import disk_holds, host_holds, verdict
 
 EQUAL = 0.98  # a stack replaces a simpler one only when it takes less than this share of its time
 
@@ -233,4 +233,6 @@ def _fits(grid: Grid, offer: Offer, kind: str, micro: int) -> bool:
     stack = grid.stack(kind, micro)
     if stack.offload_optimizer == "none" and stack.offload_parameters == "none":
         return True
-    return host_holds(grid.shape, stack, offer) and memory.disk_bytes_per_node <= offer.gpu.disk_bytes
+    if "nvme" in (stack.offload_optimizer, stack.offload_parameters) and not disk_holds(memory, offer):
+        return False
+    return host_holds(grid.shape, stack, offer)

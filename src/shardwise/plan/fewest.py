@@ -9,7 +9,7 @@ from shardwise.estimate.memory.terms import MemoryEstimate
 from shardwise.estimate.stack import Stack
 from shardwise.facts.gpus import Gpu, Offer, catalogue
 from shardwise.facts.model import ModelShape
-from shardwise.plan.model import host_holds, verdict
+from shardwise.plan.model import host_problem, verdict
 from shardwise.plan.question import COUNTS, METHODS, Least, Option, Question, Rejected, engine_name
 
 
@@ -95,8 +95,10 @@ def rejections(
     for engine, (needed, stack) in sorted(smallest.items(), key=lambda item: item[1][0]):
         if engine in fitting:
             continue
-        over = needed > capacity
-        reason = "needs more than one device holds" if over else "the host cannot hold what is offloaded"
+        host = host_problem(question.shape, stack, offer, memory_of(ById(question.shape), stack))
+        reason = (
+            "needs more than one device holds" if needed > capacity else f"the host cannot hold it: {host}"
+        )
         changes: tuple[str, ...] = ()
         if not fitting and not any(r.changes for r in found):
             changes = tuple(changes_that_fit(question, offer, stack))
@@ -111,9 +113,8 @@ def changes_that_fit(question: Question, offer: Offer, stack: Stack) -> Iterator
 
     def fits(changed: Stack) -> bool:
         memory = memory_of(key, changed)
-        offloads = changed.offload_optimizer != "none" or changed.offload_parameters != "none"
-        host = not offloads or host_holds(question.shape, changed, offer)
-        return verdict(memory, capacity) == "fits" and host
+        fitting = verdict(memory, capacity) == "fits"
+        return fitting and not host_problem(question.shape, changed, offer, memory)
 
     stack = smallest
     if stack.method == "full" and stack.master_weights and fits(replace(stack, master_weights=False)):

@@ -12,7 +12,9 @@ from shardwise.estimate.speed import SpeedEstimate
 from shardwise.estimate.stack import Stack
 from shardwise.facts.gpus import Offer
 from shardwise.facts.model import ModelShape
+from shardwise.units import format_bytes
 
+HOST_SHARE = 0.9  # of a node's memory that offloaded states and processes may take
 Verdict = Literal["fits", "tight", "does not fit"]
 
 
@@ -81,11 +83,7 @@ class Plan:
     @property
     def host_fits(self) -> bool:
         """Offloaded states must fit the host for good; weights that are only loaded through it are mapped files."""
-        if self.stack.offload_optimizer == "none" and self.stack.offload_parameters == "none":
-            return True
-        return host_holds(self.shape, self.stack, self.offer) and (
-            self.memory.disk_bytes_per_node <= self.offer.gpu.disk_bytes
-        )
+        return not host_problem(self.shape, self.stack, self.offer, self.memory)
 
     @property
     def verdict(self) -> Verdict:
@@ -116,9 +114,35 @@ class Plan:
 
 def host_holds(shape: ModelShape, stack: Stack, offer: Offer) -> bool:
     """Whether a node's memory holds what its ranks offload, their processes, and a tenth to spare."""
+    return _offloaded_bytes(shape, stack) <= HOST_SHARE * offer.host_bytes_per_node
+
+
+def disk_holds(memory: MemoryEstimate, offer: Offer) -> bool:
+    """Whether a node's own disk holds the model, checkpoints and what is offloaded there."""
+    return memory.disk_bytes_per_node <= offer.gpu.disk_bytes
+
+
+def _offloaded_bytes(shape: ModelShape, stack: Stack) -> int:
+    """Of one node."""
     ranks = min(stack.gpus_per_node, stack.world_size)
-    needed = ranks * (held(shape, stack, OURS).host + PROCESS_BYTES)
-    return needed <= 0.9 * offer.host_bytes_per_node
+    return ranks * (held(shape, stack, OURS).host + PROCESS_BYTES)
+
+
+def host_problem(shape: ModelShape, stack: Stack, offer: Offer, memory: MemoryEstimate) -> str:
+    """What a node's host cannot hold of what is offloaded, with the numbers; empty when it can."""
+    if stack.offload_optimizer == "none" and stack.offload_parameters == "none":
+        return ""
+    if not host_holds(shape, stack, offer):
+        needed, whole = _offloaded_bytes(shape, stack), offer.host_bytes_per_node
+        return (
+            f"{format_bytes(needed)} of host memory per node, of {format_bytes(whole)} with a tenth to spare"
+        )
+    if "nvme" in (stack.offload_optimizer, stack.offload_parameters) and not disk_holds(memory, offer):
+        return (
+            f"{format_bytes(memory.disk_bytes_per_node)} of disk per node, of "
+            f"{format_bytes(offer.gpu.disk_bytes)}"
+        )
+    return ""
 
 
 def verdict(memory: MemoryEstimate, capacity_bytes: int) -> Verdict:

@@ -6,13 +6,15 @@ from functools import lru_cache
 from math import inf
 from typing import Any
 
+from shardwise.errors import RuleError
 from shardwise.estimate.cost import energy_kwh, estimate_cost
 from shardwise.estimate.speed import estimate_speed
 from shardwise.estimate.stack import Stack
 from shardwise.facts.gpus import Offer, catalogue
+from shardwise.facts.model import ModelShape
 from shardwise.plan.fastest import Grid, fastest, grid_of
 from shardwise.plan.fewest import least_gpus, least_possible_bytes, rejections
-from shardwise.plan.model import Plan, fill_of, planned_steps, verdict
+from shardwise.plan.model import Plan, disk_holds, fill_of, planned_steps, verdict
 from shardwise.plan.question import (
     COUNTS,
     METHODS,
@@ -25,6 +27,9 @@ from shardwise.plan.question import (
     simplicity,
 )
 from shardwise.plan.resolve import ADAPTER_TOKENS, CPU_TOKENS, FEWEST_STEPS, FULL_TOKENS
+from shardwise.recipe.schema import Recipe
+from shardwise.rules import Problem, problems
+from shardwise.units import format_bytes
 
 __all__ = ["METHODS", "Answer", "Option", "Question", "Rejected", "answer", "engine_name", "pareto"]
 
@@ -103,7 +108,11 @@ def _shardings(question: Question, method: str, offer: Offer) -> Iterator[Stack]
 
 
 def answer(question: Question) -> Answer:
-    """Search the offers (or the catalogue) and rank what fits."""
+    """Search the offers (or the catalogue) and rank what fits.
+
+    Methods that rules refuse for the model are left out, with a note. Raises RuleError when none remains.
+    """
+    question, refused = _with_legal_methods(question)
     offers = question.offers or tuple(catalogue_offers(question))
     options: list[Option] = []
     rejected: list[Rejected] = []
@@ -116,7 +125,8 @@ def answer(question: Question) -> Answer:
             if question.offers:
                 rejected += rejections(question, method, offer, best, smallest)
     options = [_with_wish(question, o) for o in options]
-    ranked = sorted(options, key=lambda o: _rank(question, o))
+    preferred = preference(question)
+    ranked = sorted(options, key=lambda o: _rank(question, preferred, o))
     return Answer(
         question=question,
         options=tuple(ranked),
@@ -125,13 +135,46 @@ def answer(question: Question) -> Answer:
         rejected=tuple(rejected),
         least=tuple(least_gpus(question)),
         tried=tried,
-        notes=tuple(_notes(question)),
+        notes=(*refused, *_notes(question, ranked)),
     )
 
 
-def _notes(question: Question) -> Iterator[str]:
+def _with_legal_methods(question: Question) -> tuple[Question, tuple[str, ...]]:
+    found = {method: _refusal(question.shape, method) for method in question.methods}
+    refused = {method: problem for method, problem in found.items() if problem is not None}
+    if not refused:
+        return question, ()
+    if len(refused) == len(found):
+        only = next(iter(refused.values()))
+        raise RuleError(only.what, f"{only.why} ({only.link})", only.hint)
+    legal = tuple(m for m in question.methods if m not in refused)
+    notes = tuple(f"{method} is not in question here: {p.why}" for method, p in refused.items())
+    return replace(question, methods=legal), notes
+
+
+@lru_cache(maxsize=256)
+def _refusal(shape: ModelShape, method: str) -> Problem | None:
+    """The rule that keeps a method from this model, whatever the engine."""
+    recipe = Recipe.model_validate(
+        {"model": {"source": shape.source}, "data": {"train": "rows.jsonl"}, "method": method}
+    )
+    return next(iter(problems(recipe, shape)), None)
+
+
+def _notes(question: Question, ranked: Sequence[Option]) -> Iterator[str]:
     """What explains an answer that a reader may not expect."""
-    shape = question.shape
+    shape, best = question.shape, next((o for o in ranked if not o.missed), None)
+    yield from _price_notes(question)
+    first = preference(question)[0]
+    if best is not None and best.plan.stack.method != first:
+        other = next((o for o in ranked if o.plan.stack.method == first), None)
+        why = f"{other.missed} on {other.plan.offer.name}" if other is not None else "does not fit"
+        yield f"{first}, which the goal asks for first, {why}"
+    if best is not None and not disk_holds(best.plan.memory, best.plan.offer):
+        yield (
+            f"model and checkpoints take {format_bytes(best.plan.memory.disk_bytes_per_node)} per node, more than "
+            f"the {format_bytes(best.plan.offer.gpu.disk_bytes)} counted with: put the run on shared storage"
+        )
     if shape.is_moe:
         billions, gib = shape.layer_parameters / 1e9, 2 * shape.layer_parameters / 2**30
         yield (
@@ -143,6 +186,20 @@ def _notes(question: Question) -> Iterator[str]:
             "experts are fused tensors: adapters fit on the other linear layers only, and 4-bit loading leaves the "
             "experts in 16 bits"
         )
+
+
+def _price_notes(question: Question) -> Iterator[str]:
+    """Which GPUs have no price, so that none is left out or preferred in silence."""
+    prices, what = question.prices, "purchase price" if question.buy else "rent price"
+    price = prices.own if question.buy else prices.rent
+    asked = {o.gpu.name: o.gpu for o in question.offers if o.gpu.kind == "cuda"}
+    unknown = [g.name for g in (asked if question.offers else catalogue()).values() if price(g) is None]
+    if not unknown:
+        return
+    if question.offers:
+        yield f"no {what} of {', '.join(unknown)} is known, so no cost is shown: give one with --prices FILE"
+    else:
+        yield f"not searched, for no {what} is known (give one with --prices FILE): {', '.join(unknown)}"
 
 
 def catalogue_offers(question: Question) -> Iterator[Offer]:
@@ -235,9 +292,11 @@ def _before(plan: Plan) -> tuple[bool, int, int]:
 
 
 def _option(question: Question, plan: Plan) -> Option:
-    steps = planned_steps(
-        question.data.sequences(question.sequence_length), plan.stack.global_batch_size, question.epochs, None
-    )
+    data, length, batch = question.data, question.sequence_length, plan.stack.global_batch_size
+    if data.steps_at is not None:
+        steps: int | None = data.steps_at(length, batch)
+    else:
+        steps = planned_steps(data.sequences(length), batch, question.epochs, None)
     plan = replace(plan, steps=steps, fill=fill_of(question.data, question.sequence_length))
     if plan.seconds is None or plan.low_seconds is None or plan.high_seconds is None:
         return Option(plan, None, None, None, None, None)
@@ -256,37 +315,47 @@ def start_seconds(plan: Plan) -> float:
 def _with_wish(question: Question, option: Option) -> Option:
     missed = []
     if question.budget_usd is not None:
-        if option.cost is None:
+        spent = _budgeted_usd(question, option)
+        if spent is None:
             missed.append("no price is known, so the budget cannot be checked")
-        elif option.cost.usd > question.budget_usd:
-            missed.append(f"costs ${option.cost.usd:,.0f} of ${question.budget_usd:,.0f}")
+        elif spent > question.budget_usd:
+            missed.append(f"{'is' if question.buy else 'costs'} ${spent:,.0f} of ${question.budget_usd:,.0f}")
     if question.deadline_seconds is not None:
         if option.seconds is None:
             missed.append("without data the deadline cannot be checked")
         elif option.seconds > question.deadline_seconds:
             missed.append(f"takes {option.seconds / question.deadline_seconds:.1f} x the deadline")
-    return replace(option, missed="; ".join(missed))
+    return replace(option, missed="; ".join(missed)) if missed else option
 
 
-def _rank(question: Question, option: Option) -> tuple[Any, ...]:
-    """Wishes met, then sure fits, then quality asked for first, then price (or time where no price is asked)."""
+def _budgeted_usd(question: Question, option: Option) -> float | None:
+    """What a budget is compared with: the job's cost, or, for who buys, the price of the hardware."""
+    if question.buy:
+        each = question.prices.purchase_usd(option.plan.offer.gpu)
+        return None if each is None else each * option.plan.offer.count
+    return None if option.cost is None else option.cost.usd
+
+
+def _rank(question: Question, preferred: tuple[str, ...], option: Option) -> tuple[Any, ...]:
+    """Wishes met, then sure fits, then quality asked for first, then price (or time where no price is asked).
+
+    Where offers compete by price, those without one come last of their method.
+    """
     plan = option.plan
-    tight = plan.verdict != "fits"
-    per_token = plan.speed.step_seconds / plan.speed.tokens_per_step
     many = len(question.offers) != 1
+    no_price = many and option.cost is None and option.seconds is not None
     money = option.cost.usd if option.cost is not None and many else 0.0
-    preferred = _preference(question).index(plan.stack.method)
+    per_token = plan.speed.step_seconds / plan.speed.tokens_per_step
     return (
-        bool(option.missed), tight, preferred, bucket(money), bucket(per_token), simplicity(plan.stack),
-        per_token,
+        bool(option.missed), plan.verdict != "fits", preferred.index(plan.stack.method), no_price, bucket(money),
+        bucket(per_token), simplicity(plan.stack), per_token,
     )  # fmt: skip
 
 
-def _preference(question: Question) -> tuple[str, ...]:
-    """Methods in the order recommended: LoRA to steer a model, all weights to teach it, or what was asked for."""
-    if question.methods == METHODS and question.goal == "steer":
-        return ("lora", "qlora", "full")
-    return question.methods + tuple(m for m in METHODS if m not in question.methods)
+def preference(question: Question) -> tuple[str, ...]:
+    """Methods in the order recommended: LoRA to steer a model, all weights to teach it."""
+    order = ("lora", "qlora", "full") if question.goal == "steer" else METHODS
+    return tuple(m for m in order if m in question.methods)
 
 
 def pareto(options: Sequence[Option]) -> tuple[Option, ...]:

@@ -14,7 +14,7 @@ from shardwise.estimate.speed import estimate_speed
 from shardwise.estimate.stack import Place, Stack
 from shardwise.facts.gpus import Offer
 from shardwise.facts.model import ModelShape
-from shardwise.plan.model import host_holds, verdict
+from shardwise.plan.model import host_problem, verdict
 from shardwise.plan.question import bucket, engine_name, simplicity
 from shardwise.recipe.schema import Recipe
 from shardwise.rules import Problem, Situation, problems
@@ -261,9 +261,7 @@ def _try(recipe: Recipe, shape: ModelShape, offer: Offer, base: Stack, batch: in
     for stack in candidates(recipe, base, batch):
         memory = estimate_memory(shape, stack)
         needed = memory.allocated_bytes + memory.fixed_bytes
-        host = not _offloads(base) or (
-            host_holds(shape, stack, offer) and memory.disk_bytes_per_node <= offer.gpu.disk_bytes
-        )
+        host = not host_problem(shape, stack, offer, memory)
         if found is None or needed < found.least_bytes:
             kept = (found.best_seconds, found.best) if found is not None else (float("inf"), None)
             found = _Tried(needed, stack, host, *kept)

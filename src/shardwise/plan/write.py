@@ -6,6 +6,7 @@ from shardwise.plan.search import Option
 from shardwise.recipe.schema import Recipe
 
 DATA_PLACEHOLDER = "train.jsonl"
+NVME_PLACEHOLDER = "nvme"  # only a person knows where the fast disk is
 
 
 def recipe_of(
@@ -50,4 +51,6 @@ def recipe_of(
             "offload_optimizer": s.offload_optimizer,
             "offload_parameters": s.offload_parameters,
         }
+        if "nvme" in (s.offload_optimizer, s.offload_parameters):
+            tree["engine"]["deepspeed"]["nvme_path"] = NVME_PLACEHOLDER
     return Recipe.model_validate(tree)

@@ -2,21 +2,22 @@
 
 from collections.abc import Iterable
 
+from shardwise.estimate.cost import HOST_SHARE, POWER_SHARE
 from shardwise.estimate.stack import Stack
 from shardwise.facts.model import ModelShape
 from shardwise.plan.model import Plan
 from shardwise.plan.search import Answer, Option, Rejected, engine_name
+from shardwise.report.plan_table import seconds_range, table, usd_range
 from shardwise.units import format_bytes, format_count, format_gb, format_seconds, format_usd
-
-ROWS = 12
 
 
 def plan_text(answer: Answer, explain: bool = False) -> str:
     """The whole answer, most important things first; `explain` adds every term with its formula."""
-    parts = [_model(answer), _rules(answer.question.shape), _recommendation(answer), _table(answer)]
+    parts = [_model(answer), _rules(answer.question.shape), _recommendation(answer), table(answer)]
     if explain and answer.options:
         parts.append(_explanation(answer.recommended or answer.options[0]))
-    parts += [_methods(answer), _front(answer), _rejected(answer), _least(answer), _notes(answer)]
+    parts += [_methods(answer), _front(answer), _rejected(answer), _least(answer)]
+    parts += [_assumptions(answer), _notes(answer)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -88,7 +89,7 @@ def recommendation(answer: Answer) -> str:
     else:
         second = (
             f"It should take {format_seconds(best.seconds)} ({format_seconds(best.low_seconds)} to "
-            f"{format_seconds(best.high_seconds)}) for {plan.steps:,} steps{_cost_words(best)}."
+            f"{format_seconds(best.high_seconds)}) for {plan.steps:,} steps{_cost_words(best, answer.question.buy)}."
         )
     return f"{first} {second}"
 
@@ -109,11 +110,15 @@ def _method_words(method: str) -> str:
     return {"full": "all weights", "lora": "LoRA adapters", "qlora": "QLoRA adapters on a 4-bit base"}[method]
 
 
-def _cost_words(option: Option, joint: str = " and cost ") -> str:
+def _cost_words(option: Option, buy: bool) -> str:
     if option.cost is None:
         return ""
     c = option.cost
-    return f"{joint}{format_usd(c.usd)} ({format_usd(c.low_usd)} to {format_usd(c.high_usd)})"
+    words = f" and cost {format_usd(c.usd)} ({format_usd(c.low_usd)} to {format_usd(c.high_usd)})"
+    if not buy:
+        return words
+    words += ", as its share of owning them"
+    return words if c.purchase_usd is None else f"{words}; to buy they are about {format_usd(c.purchase_usd)}"
 
 
 def _no_recommendation(answer: Answer) -> str:
@@ -125,8 +130,10 @@ def _no_recommendation(answer: Answer) -> str:
     if needs is not None:
         words += (
             f" The smallest, {needs.method} with {needs.engine}, needs {format_bytes(needs.needed_bytes)} of "
-            f"{format_bytes(needs.capacity_bytes)} per GPU."
+            f"{format_bytes(needs.capacity_bytes)} per GPU"
         )
+        host = needs.reason.startswith("the host")
+        words += f"; {needs.reason}." if host else "."
     if changes:
         words += f" It would fit with: {', or '.join(dict.fromkeys(changes))}."
     return words
@@ -168,60 +175,6 @@ def _recommendation(answer: Answer) -> str:
     return "recommended:\n  " + recommendation(answer)
 
 
-_HEAD = (
-    "method", "engine", "GPUs", "micro", "recompute", "allocated", "shown", "free", "verdict", "tok/s/GPU", "MFU",
-    "time", "cost",
-)  # fmt: skip
-
-
-def _table(answer: Answer) -> str:
-    if not answer.options:
-        return ""
-    shown = _spread_rows(answer)
-    rows = [_row(o) for o in shown]
-    widths = [max(len(h), *(len(r[i]) for r in rows)) for i, h in enumerate(_HEAD)]
-    lines = ["  ".join(h.ljust(w) for h, w in zip(_HEAD, widths, strict=True)).rstrip()]
-    lines += ["  ".join(v.ljust(w) for v, w in zip(r, widths, strict=True)).rstrip() for r in rows]
-    more = len(answer.options) - len(shown)
-    if more > 0:
-        lines.append(f"({more} more that fit; {answer.tried:,} tried; --json lists all)")
-    lines.append(
-        "allocated: peak of live tensors per GPU. shown: what nvidia-smi will show. free: head-room."
-    )
-    return "\n".join(lines)
-
-
-def _spread_rows(answer: Answer) -> list[Option]:
-    """The best rows of each method, so that a short table still compares methods."""
-    methods = list(dict.fromkeys(o.plan.stack.method for o in answer.options))
-    each = max(2, ROWS // max(1, len(methods)))
-    kept: list[Option] = []
-    for method in methods:
-        kept += [o for o in answer.options if o.plan.stack.method == method][:each]
-    return kept
-
-
-def _row(option: Option) -> tuple[str, ...]:
-    plan = option.plan
-    s, m = plan.stack, plan.memory
-    cost = "-" if option.cost is None else format_usd(option.cost.usd)
-    return (
-        s.method,
-        engine_name(s),
-        plan.offer.name,
-        str(s.micro_batch_size),
-        s.activation_checkpointing,
-        format_bytes(m.allocated_bytes),
-        format_bytes(m.device_bytes),
-        f"{plan.head_room:.0%}",
-        plan.verdict if not option.missed else f"{plan.verdict}, but {option.missed}",
-        f"{plan.speed.tokens_per_second_per_gpu:,.0f}",
-        f"{plan.speed.mfu:.0%}",
-        "-" if option.seconds is None else format_seconds(option.seconds),
-        cost,
-    )
-
-
 def _explanation(option: Option) -> str:
     plan = option.plan
     m = plan.memory
@@ -241,11 +194,6 @@ def _explanation(option: Option) -> str:
                  f"bound by {speed.bound_by}:")  # fmt: skip
     for part in speed.parts:
         lines.append(f"  {part.name:22} {part.seconds / speed.step_seconds:5.0%}  {part.words}")
-    if option.cost is not None:
-        lines.append(f"price: {option.cost.usd_per_gpu_hour:.2f} USD per GPU and hour ({option.cost.source})")
-        lines.append(
-            f"energy: {option.cost.energy_kwh:,.1f} kWh at 85 % of the power limit and the host's share"
-        )
     for choice in plan.choices:
         lines.append(f"  {choice.key} = {choice.value}: {choice.why}")
     return "\n".join(lines)
@@ -272,6 +220,7 @@ def _methods(answer: Answer) -> str:
     lines = [
         f"recommended {goal} (--goal {other} for the other); what each method gives, best of each that fits:"
     ]
+    full = best.get("full")
     for method in answer.question.methods:
         found = best.get(method)
         if found is None:
@@ -279,18 +228,27 @@ def _methods(answer: Answer) -> str:
         elif found.seconds is None:
             cost = f"{format_bytes(found.plan.needed_bytes)} per GPU on {found.plan.offer.name}"
         else:
-            cost = f"{found.plan.offer.name}, {format_seconds(found.seconds)}{_cost_words(found, ', ')}"
+            cost = ", ".join(x for x in (found.plan.offer.name, seconds_range(found), usd_range(found)) if x)
+        if found is not None and full is not None and method != "full" and found.cost and full.cost:
+            cost += f", {found.cost.usd / full.cost.usd:.0%} of full's cost"
         lines.append(f"  {method}: {cost}\n    {_GIVES[method]}")
     return "\n".join(lines)
+
+
+MOST_OF_FRONT = 8
 
 
 def _front(answer: Answer) -> str:
     if len(answer.front) < 2:
         return ""
     lines = ["time against cost (no other option is both faster and cheaper):"]
-    for o in answer.front[:8]:
+    # both ends, and as many between them
+    last, most = len(answer.front) - 1, min(MOST_OF_FRONT, len(answer.front))
+    for o in (answer.front[round(i * last / (most - 1))] for i in range(most)):
         assert o.seconds is not None and o.cost is not None
         lines.append(f"  {format_seconds(o.seconds):>14}  {format_usd(o.cost.usd):>10}  {o.label}")
+    if most <= last:
+        lines.append(f"  ({last + 1 - most} more between them; --json lists all)")
     return "\n".join(lines)
 
 
@@ -307,7 +265,7 @@ def _rejected(answer: Answer) -> str:
         engines = ", ".join(
             f"{r.engine} {format_bytes(r.needed_bytes)}"
             if not r.reason.startswith("the host")
-            else f"{r.engine} ({r.reason})"
+            else f"{r.engine} {format_bytes(r.needed_bytes)} ({r.reason})"
             for r in rejected
         )
         lines.append(f"  {method} on {offer}, {capacity} each: {engines}")
@@ -328,6 +286,43 @@ def _least(answer: Answer) -> str:
         ]
         lines.append(f"  {kind:16} {', '.join(counts)}")
     return "\n".join(lines)
+
+
+def assumptions(answer: Answer) -> list[str]:
+    """What time, cost and energy of the recommended option (else of the first) rest on, each with its source."""
+    option = answer.recommended or (answer.options[0] if answer.options else None)
+    if option is None:
+        return []
+    plan, gpu = option.plan, option.plan.offer.gpu
+    peak = gpu.peak_flops(plan.stack.precision)
+    lines = [
+        f"rates: {peak / 1e12:,.3g} TFLOP/s dense in {plan.stack.precision}, of which long runs hold "
+        f"{gpu.sustained:.0%}; memory {format_gb(gpu.bandwidth_bytes_per_second)}/s ({gpu.source})"
+    ]
+    if plan.offer.count > 1:
+        between = f", {gpu.network.name} between {plan.offer.nodes} nodes" if plan.offer.nodes > 1 else ""
+        lines.append(f"links: {gpu.link.name} within a node{between}")
+    if option.seconds is not None:
+        filled = f"{plan.fill:.0%} full" if plan.fill < 0.995 else "full"
+        lines.append(
+            f"time: {plan.steps:,} steps of {plan.stack.global_batch_size} sequences, {filled}, and one minute to "
+            "start and read the weights; evaluation and saving come on top"
+        )
+    if option.cost is not None:
+        per = f"price: {option.cost.usd_per_gpu_hour:.2f} USD per GPU and hour: {option.cost.source}"
+        lines.append(per)
+    if option.energy_kwh is not None and gpu.kind == "cuda":
+        lines.append(
+            f"energy: {option.energy_kwh:,.1f} kWh, at {POWER_SHARE:.0%} of {gpu.power_watts:,.0f} W per GPU and "
+            f"{HOST_SHARE:.0%} more for the hosts"
+        )
+    return lines
+
+
+def _assumptions(answer: Answer) -> str:
+    lines = assumptions(answer)
+    label = (answer.recommended or answer.options[0]).label if lines else ""
+    return "\n".join([f"{label} assumes:", *(f"  {line}" for line in lines)]) if lines else ""
 
 
 def _notes(answer: Answer) -> str:

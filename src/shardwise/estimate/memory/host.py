@@ -36,13 +36,17 @@ def host_bytes_per_node(shape: ModelShape, stack: Stack, offloaded_per_rank: int
 
 
 def disk_bytes_per_node(shape: ModelShape, stack: Stack, nvme_per_rank: int) -> int:
-    """Model files, one checkpoint being written beside one that is kept, and states on NVMe."""
+    """Model files, one checkpoint being written beside one that is kept, and states on NVMe.
+
+    Where states are split over the ranks, each node writes its own part of a checkpoint.
+    """
     trained = (
         shape.total_parameters
         if stack.method == "full"
         else shape.lora_parameters(stack.lora_rank, stack.lora_targets, stack.dora)
     )
-    checkpoint = 12 * trained + 4 * trained  # fp32 weights and two Adam states; exported weights
+    nodes = 1 if stack.sharding in ("single", "ddp") else max(1, stack.world_size // stack.gpus_per_node)
+    checkpoint = 12 * trained // nodes + 4 * trained  # fp32 weights and two Adam states; exported weights
     return (
         weights_on_disk_bytes(shape)
         + 2 * checkpoint
