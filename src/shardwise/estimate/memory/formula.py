@@ -129,8 +129,10 @@ def _question(shape: ModelShape, stack: Stack, trainer: Trainer) -> Question:
     # FSDP2 computes on gathered copies in compute dtype, and so are the gradients before they are reduced.
     weight = c if stack.sharding == "fsdp2" else trainer.weight_bytes or c
     adapter = trainer.adapter_bytes or c
-    residual = 4 if trainer.fp32_leftovers or weight == 4 else c
     block = block_of(shape, stack.method, stack.lora_rank, stack.lora_targets)
+    # Autocast runs layer norm in fp32, and bitsandbytes' 4-bit layers return the dtype they are given.
+    wide = trainer.autocast and block.layer_norm and stack.method == "qlora"
+    residual = 4 if trainer.fp32_leftovers or weight == 4 or wide else c
     accumulates = stack.gradient_accumulation_steps > 1 or trainer.gradients_alive
     mastered = trainer.masters and stack.master_weights and c == 2 and stack.sharding in ("single", "ddp")
     in_buckets = stack.sharding == "ddp" and not trainer.gradient_buckets
