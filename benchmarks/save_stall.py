@@ -25,10 +25,10 @@ from shardwise.runs.records import Checkpoint
 INTERVAL = 10  # steps: what `checkpoint.every_steps: auto` is for runs of up to 50 steps; longer runs save less often
 RECIPE = """
 model: {model}
-data: {{train: {train}, validation: 0, sequence_length: 512}}
+data: {{train: {train}, validation: 0, sequence_length: {tokens}}}
 method: full
 optimizer: {{learning_rate: 1e-5}}
-training: {{max_steps: {steps}, global_batch_size: 4, micro_batch_size: 4, precision: fp32}}
+training: {{max_steps: {steps}, global_batch_size: 1, micro_batch_size: 1, precision: fp32}}
 engine: {{name: single, device: cpu, processes: 1}}
 evaluation: {{every_steps: 0}}
 checkpoint: {{every_steps: {interval}, keep: 1, background: {background}}}
@@ -36,12 +36,18 @@ run: {{folder: {folder}, name: {name}}}
 """
 
 
-def measure(model: Path, root: Path, background: bool, saves: int) -> dict[str, Any]:
+def measure(model: Path, root: Path, background: bool, saves: int, tokens: int) -> dict[str, Any]:
     """One run. Its last save always waits and is left out."""
     train, _ = write_pairs(root, train_rows=800, validation_rows=4)
     name = "background" if background else "waiting"
     recipe = root / f"{name}.yaml"
-    values = {"model": model, "train": train, "steps": INTERVAL * saves + 4, "interval": INTERVAL}
+    values = {
+        "model": model,
+        "train": train,
+        "steps": INTERVAL * saves + 4,
+        "interval": INTERVAL,
+        "tokens": tokens,
+    }
     recipe.write_text(
         RECIPE.format(**values, background=str(background).lower(), folder=root / "runs", name=name)
     )
@@ -69,6 +75,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("--saves", type=int, default=2)
+    parser.add_argument(
+        "--tokens", type=int, default=512, help="of a step: the shorter, the larger the share"
+    )
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="save-stall-") as root:
@@ -78,8 +87,13 @@ def main() -> None:
             "platform": platform.platform(),
             "cores": os.cpu_count(),
             "interval_steps": INTERVAL,
-            "waiting": measure(given.model, Path(root), background=False, saves=given.saves),
-            "background": measure(given.model, Path(root), background=True, saves=given.saves),
+            "tokens_per_step": given.tokens,
+            "waiting": measure(
+                given.model, Path(root), background=False, saves=given.saves, tokens=given.tokens
+            ),
+            "background": measure(
+                given.model, Path(root), background=True, saves=given.saves, tokens=given.tokens
+            ),
         }
     print(json.dumps(result, indent=1))
     if given.out:

@@ -13,6 +13,7 @@ from shardwise.errors import ModelError, RunError, UsageError
 from shardwise.runs import RunFolder
 from shardwise.training.export.main import export_run, main
 from shardwise.training.export.origin import check_base, with_adapter
+from shardwise.training.export.write import copy_tokenizer
 
 Made = Callable[..., RunFolder]
 
@@ -21,8 +22,8 @@ def test_adapter_merged_and_gguf_of_one_run(small_run: Made, tmp_path: Path) -> 
     run = small_run("lora")
     for kind in ("adapter", "merged"):
         (tmp_path / kind).mkdir()
-        note = export_run(run, kind, tmp_path / kind, "f16", None)
-        assert "same most likely token at 100.0%" in note
+        note = export_run(run, kind, tmp_path / kind, None, None)
+        assert float(note.split("differ by ")[1].split()[0]) < {"adapter": 1e-6, "merged": 1e-2}[kind]
         assert "held-out loss before and after" in (tmp_path / kind / "README.md").read_text()
         assert (tmp_path / kind / "tokenizer.json").is_file()
     from transformers import AutoModelForCausalLM
@@ -76,16 +77,22 @@ def test_c09_qlora_merges_into_the_16_bit_base_and_says_how_far_it_is(
     small_run: Made, tmp_path: Path
 ) -> None:
     pytest.importorskip("bitsandbytes")
-    note = export_run(small_run("qlora"), "merged", tmp_path, "f16", None)
+    note = export_run(small_run("qlora"), "merged", tmp_path, None, None)
     assert "merged into the 16-bit base" in note and "logits differ by" in note
     weights = load_file(tmp_path / "model.safetensors")
-    assert all(t.dtype == torch.float32 for t in weights.values())  # the run's compute dtype, nothing 4-bit
+    assert all(t.dtype == torch.bfloat16 for t in weights.values())  # 16 bits, and nothing of 4
+    exact, to_trained = (float(part.split()[0]) for part in note.split("differ by ")[1:])
+    assert (
+        exact < 1e-2 < to_trained
+    )  # the merge is right, and is not the model that was trained: both are said
+    with pytest.raises(UsageError, match="--type q8_0 does not go with --to merged"):
+        export_run(small_run("qlora"), "merged", tmp_path, "q8_0", None)
 
 
 def test_c08_a_tied_model_is_written_once_and_reads_back(small_run: Made, tmp_path: Path) -> None:
     run = small_run("full")
     assert "lm_head.weight" not in load_file(run.model_path / "model.safetensors")
-    assert "100.0%" in export_run(run, "full", tmp_path, "f16", None)
+    assert "100.0%" in export_run(run, "full", tmp_path, None, None)
 
 
 def test_c11_an_adapter_knows_its_base_and_refuses_another_of_the_same_shape(
@@ -127,31 +134,30 @@ def test_an_export_that_is_not_the_trained_model_is_not_handed_over(
 ) -> None:
     import shardwise.training.export.main as module
 
-    def broken(*arguments: object) -> None:
-        original(*arguments)
-        file = next(Path(str(arguments[3])).glob("*.safetensors"))
-        save_file({k: v * 1.01 for k, v in load_file(file).items()}, file, metadata={"format": "pt"})
+    def broken(source: Path, target: Path) -> None:
+        copy_tokenizer(source, target)
+        for file in target.glob("*.safetensors"):
+            save_file({k: v * 1.1 for k, v in load_file(file).items()}, file, metadata={"format": "pt"})
 
-    original = module._write_whole
-    monkeypatch.setattr(module, "_write_whole", broken)
+    monkeypatch.setattr(module, "copy_tokenizer", broken)
     with pytest.raises(RunError, match="is not the trained model"):
-        export_run(small_run("lora"), "merged", tmp_path, "f16", None)
+        export_run(small_run("lora"), "merged", tmp_path, None, None)
 
 
 def test_a_checkpoint_can_be_exported_and_a_wrong_kind_is_refused(small_run: Made, tmp_path: Path) -> None:
     run = small_run("lora")
-    export_run(run, "adapter", tmp_path, "f16", "3")
+    export_run(run, "adapter", tmp_path, None, "3")
     early, last = (load_file(p / "adapter_model.safetensors") for p in (tmp_path, run.adapter_path))
     best = tmp_path / "best"
     best.mkdir()
-    export_run(run, "adapter", best, "f16", "best")
-    export_run(run, "adapter", tmp_path, "f16", "last")
+    export_run(run, "adapter", best, None, "best")
+    export_run(run, "adapter", tmp_path, None, "last")
     again = load_file(tmp_path / "adapter_model.safetensors")
     assert all(torch.equal(again[k], last[k]) for k in last)  # last is what the run ended with
     with pytest.raises(UsageError, match="--checkpoint first"):
-        export_run(run, "adapter", tmp_path, "f16", "first")
+        export_run(run, "adapter", tmp_path, None, "first")
     assert early.keys() == last.keys() and any(not torch.equal(early[k], last[k]) for k in early)
     with pytest.raises(UsageError, match="trained an adapter"):
-        export_run(run, "full", tmp_path, "f16", None)
+        export_run(run, "full", tmp_path, None, None)
     with pytest.raises(UsageError, match="there is no adapter"):
-        export_run(small_run("full"), "adapter", tmp_path, "f16", None)
+        export_run(small_run("full"), "adapter", tmp_path, None, None)

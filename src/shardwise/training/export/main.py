@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("run", type=Path)
     parser.add_argument("--to", choices=("adapter", "merged", "gguf", "full"), required=True)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--type", choices=("f16", "q8_0"), default="f16")
+    parser.add_argument("--type", choices=("f16", "q8_0", "bf16", "fp32"))
     parser.add_argument("--checkpoint")
     given = parser.parse_args(arguments)
     work = given.output.with_name(given.output.name + ".writing")
@@ -54,8 +54,10 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def export_run(run: RunFolder, to: str, work: Path, kind: str, checkpoint: str | None) -> str:
+def export_run(run: RunFolder, to: str, work: Path, kind: str | None, checkpoint: str | None) -> str:
     """Write one export into the folder `work`, read it back, compare. Returns what the comparison said.
+
+    `kind`: number type of the weights; None: f16 for gguf, bf16 for merged, the run's own for full.
 
     Raises UsageError for what this run cannot be exported to, RunError when the copy is not the original.
     """
@@ -72,6 +74,7 @@ def export_run(run: RunFolder, to: str, work: Path, kind: str, checkpoint: str |
             "its base was not changed",
             "use --to merged for one whole model, or --to adapter",
         )
+    kind = _number_type(to, kind, recipe)
     trained = as_trained(run, recipe, folder, checkpoint)
     rows = sample_rows(recipe, folder)
     wanted = logits(trained, rows)
@@ -80,20 +83,30 @@ def export_run(run: RunFolder, to: str, work: Path, kind: str, checkpoint: str |
         write_adapter(trained, _adapter_weights(trained), folder, work)
         again = with_adapter(_base(recipe, folder), work, folder.path)
         note = _told(difference(wanted, logits(again, rows)), LIMITS["fp32"], "read back")
+    elif to == "gguf":
+        whole, precision = work / "whole", recipe.training.precision
+        merged, note = _write_whole(trained, recipe, folder, whole, rows, wanted, precision)
+        note = _to_gguf(work, whole, kind, run.name, merged, rows)
     else:
-        whole = work if to in ("merged", "full") else work / "whole"
-        _write_whole(trained, recipe, folder, whole, run, checkpoint)
-        again = ModelFolder(whole, recipe).load()
-        limit = LIMITS[recipe.training.precision] if recipe.method != "qlora" else float("inf")
-        note = _told(difference(wanted, logits(again, rows)), limit, "read back")
-        if recipe.method == "qlora":
-            note += "; trained on the 4-bit base, merged into the 16-bit base"
-        if to == "gguf":
-            note = _to_gguf(work, whole, kind, run.name, again, rows)
+        _, note = _write_whole(trained, recipe, folder, work, rows, wanted, kind)
     if to != "gguf":
         copy_tokenizer(folder.path, work)
     (work / "README.md").write_text(card(run, recipe, origin, to, note), encoding="utf-8")
     return note
+
+
+def _number_type(to: str, kind: str | None, recipe: Recipe) -> str:
+    """What --type means for this kind of export. Raises UsageError where it does not go with it."""
+    known = {"adapter": (), "gguf": ("f16", "q8_0"), "merged": ("bf16", "fp32"), "full": ("bf16", "fp32")}[to]
+    if kind is not None and kind not in known:
+        raise UsageError(
+            f"--type {kind} does not go with --to {to}",
+            f"{to} is written as {' or '.join(known)}"
+            if known
+            else "an adapter is written as it was trained",
+            f"use --type {known[0]}" if known else "leave --type out",
+        )
+    return kind or {"gguf": "f16", "merged": "bf16"}.get(to, recipe.training.precision)
 
 
 def _to_gguf(work: Path, whole: Path, kind: str, name: str, merged: Any, rows: Any) -> str:
@@ -187,21 +200,43 @@ def _adapter_weights(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _write_whole(
-    trained: Any, recipe: Recipe, folder: ModelFolder, target: Path, run: RunFolder, checkpoint: str | None
-) -> None:
-    """One model without adapters in the run's compute dtype; adapters are merged into the 16-bit base."""
+    trained: Any,
+    recipe: Recipe,
+    folder: ModelFolder,
+    target: Path,
+    rows: Sequence[Sequence[int]],
+    wanted: Sequence[torch.Tensor],
+    precision: str,
+) -> tuple[Any, str]:
+    """One model without adapters in `precision`, adapters merged into the base of the same. Returns it, read back,
+    and what the comparison said. What was trained on a 4-bit base is held against the unmerged adapter on the
+    16-bit base, and the difference to the trained model is told.
+    """
+    training = recipe.training.model_copy(update={"precision": precision})
+    ours = recipe.model_copy(update={"training": training})
+    source = ModelFolder(folder.path, ours)
     target.mkdir(parents=True, exist_ok=True)
+    reference = wanted
     if recipe.method == "full":
-        write_model({n: p.detach().cpu() for n, p in trained.named_parameters()}, folder, target)
+        write_model({n: p.detach().cpu() for n, p in trained.named_parameters()}, source, target)
     else:
         from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
         from shardwise.training.adapters.lora import adapt
 
-        merged: Any = adapt(folder.load(), recipe.lora, recipe.training.seed)
+        merged: Any = adapt(source.load(), recipe.lora, recipe.training.seed)
         set_peft_model_state_dict(merged, get_peft_model_state_dict(trained))
+        if recipe.method == "qlora":
+            reference = logits(merged, rows)
         merged.merge_and_unload(safe_merge=True).save_pretrained(target)
     copy_tokenizer(folder.path, target)
+    again = ModelFolder(target, ours).load()
+    written = logits(again, rows)
+    limit = max(LIMITS[precision], LIMITS[recipe.training.precision])
+    note = f"{precision}, {_told(difference(reference, written), limit, 'read back')}"
+    if recipe.method == "qlora":
+        note += f"; merged into the 16-bit base, to the 4-bit base it was trained on {difference(wanted, written)}"
+    return again, note
 
 
 def sample_rows(recipe: Recipe, folder: ModelFolder) -> Sequence[Sequence[int]]:
