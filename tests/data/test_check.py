@@ -66,9 +66,11 @@ def test_answers_without_a_label_are_counted(check: Any, tmp_path: Path) -> None
     assert "carry a label; the template" not in check(str(rows))[1]
 
 
-def test_preference_pairs_are_shown(check: Any) -> None:
+def test_preference_pairs_are_shown(check: Any, tmp_path: Path) -> None:
     code, out, _ = check(str(INPUTS / "dpo_multi_turn.jsonl"))
     assert code == 0 and "assistant: GOOD" in out and "assistant: BAD" in out
+    code, out, _ = check(str(INPUTS / "dpo_multi_turn.jsonl"), "--html", str(tmp_path / "pairs.html"))
+    assert code == 0 and out == "" and "assistant: GOOD" in (tmp_path / "pairs.html").read_text("utf-8")
 
 
 @pytest.mark.parametrize(

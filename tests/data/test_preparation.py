@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from data_toys import SMOL, chat, make_tokenizer, trained_text, whole_text, write_rows
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from shardwise.data import Prepared, build, make_order, prepare
 from shardwise.data.tokenizer import Tokenizer
@@ -27,6 +29,39 @@ def test_rows_read_are_rows_used_and_refused(run: Run, tmp_path: Path) -> None:
     assert report.rows_read == 64 and report.rows_refused == 3 and report.rows_dropped == 1
     assert report.rows_train + report.rows_validation == 60 and report.rows_validation == 7
     assert json.loads(json.dumps(report.to_dict()))["rows_refused"] == 3
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    kinds=st.lists(
+        st.sampled_from(["chat", "bad", "long", "text", "longtext", "empty"]), min_size=3, max_size=25
+    ),
+    held=st.sampled_from([0, 1, 0.3]),
+    overlong=st.sampled_from(["truncate", "drop"]),
+)
+def test_no_row_is_lost_in_silence(
+    run: Run, tmp_path: Path, kinds: list[str], held: float, overlong: str
+) -> None:
+    made = {
+        "chat": lambda i: chat(f"q{i}", "a" * (i % 9 + 1)),
+        "bad": lambda i: {"messages": []},
+        "long": lambda i: chat("q" * 200, f"a{i}"),
+        "text": lambda i: {"text": f"text {i}"},
+        "longtext": lambda i: {"text": f"text {i} " * 40},
+        "empty": lambda i: {"text": " "},
+    }
+    kinds = [*kinds, "chat", "text", "text"]
+    sources = []
+    for name, fields in (("chats", ("chat", "bad", "long")), ("texts", ("text", "longtext", "empty"))):
+        rows = [made[kind](i) for i, kind in enumerate(kinds) if kind in fields]
+        path = write_rows(tmp_path / f"{name}.jsonl", rows)
+        sources.append({"path": str(path), "format": "messages" if name == "chats" else "text"})
+    report = run(sources, validation=held, sequence_length=128, overlong=overlong).report
+    assert report.rows_read == len(kinds)
+    used = report.rows_train + report.rows_validation
+    assert report.rows_read == used + report.rows_refused + report.rows_dropped
+    assert sum(f.rows_refused for f in report.files) == report.rows_refused
+    assert report.ended <= report.rows_train - report.documents_train
 
 
 def test_the_second_preparation_reads_only_the_index(run: Run, tmp_path: Path, monkeypatch: Any) -> None:

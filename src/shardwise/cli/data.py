@@ -76,7 +76,13 @@ def check(
     pairs = preference_parts(wanted)
     if pairs:
         found = check_pairs(pairs)
-        _print(found.to_dict() if as_json else pairs_text(found), as_json)
+        if html is not None:
+            from shardwise.cli.files import write_page
+            from shardwise.data.page import pairs_html
+
+            write_page(html, pairs_html(found))
+        if as_json or html is None:
+            _print(found.to_dict() if as_json else pairs_text(found), as_json)
         return
     shape = _shape(model, revision)
     with _Progress(not as_json) as progress:

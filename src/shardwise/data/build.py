@@ -115,7 +115,7 @@ def find_part(path: str, format: str, fetch: bool = True) -> Part:
         raise DataError(
             f"'{path}' mixes two formats",
             f"'{first}' holds {one}, '{second}' holds {two}",
-            "name them as two sources of data.train, or say which with format:",
+            "name them as two sources, or set format: to the one that both can be read as",
         )
     if not seen and not any(isinstance(r, Unreadable) for f in files for r in islice(read_rows(f), 1)):
         raise DataError(f"'{path}' has no rows", "it is empty", "check the file that writes it")

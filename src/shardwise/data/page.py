@@ -1,10 +1,12 @@
 """A check of data as one HTML file that stands alone; text of rows is escaped and cannot act."""
 
+from io import StringIO
+
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from shardwise import __version__
-from shardwise.data.check import Check
-from shardwise.data.show import facts, places
+from shardwise.data.check import Check, PairCheck
+from shardwise.data.show import facts, pairs_text, places
 
 
 def check_html(check: Check) -> str:
@@ -30,3 +32,12 @@ def check_html(check: Check) -> str:
         samples=check.samples,
         version=__version__,
     )
+
+
+def pairs_html(check: PairCheck) -> str:
+    """What the terminal shows of preference pairs, as a page."""
+    from rich.console import Console
+
+    console = Console(record=True, file=StringIO(), width=110)
+    console.print(pairs_text(check))
+    return console.export_html(inline_styles=True)

@@ -260,8 +260,9 @@ def report_of(
         files=tuple(files),
         passed_over=tuple(name for p in parts for name in p.passed_over),
         rows_read=sum(sum(a.rows_read.values()) for a in accounts),
-        rows_train=_rows(train),
-        rows_validation=_rows(validation) if validation is not None else 0,
+        rows_train=len(np.unique(train.base)),
+        rows_validation=_held_out(train, validation),
+        documents_train=len(np.unique(train.base[train.groups >= 0])),
         refused=_findings(a.refused for a in accounts),
         dropped=tuple(f for v in views for f in v.dropped),
         notes=_findings(a.notes for a in accounts),
@@ -284,9 +285,12 @@ def report_of(
     )
 
 
-def _rows(rows: Rows) -> int:
-    """Rows as the files have them: a document counts once, whatever it was cut into."""
-    return len(np.unique(rows.base))
+def _held_out(train: Rows, validation: Rows | None) -> int:
+    """Rows as the files have them; a document of which a part is trained on counts there."""
+    if validation is None:
+        return 0
+    held = np.unique(validation.base)
+    return len(np.setdiff1d(held, train.base) if validation.store is train.store else held)
 
 
 def _findings(tallies: Any) -> tuple[Finding, ...]:

@@ -38,7 +38,8 @@ class Lengths:
 class DataReport:
     """rows_read = rows_train + rows_validation + rows_refused (by `refused`) + rows_dropped (by `dropped`).
 
-    Continuous text is counted in documents: `documents` of them become `text_sequences` rows.
+    Continuous text is counted in documents: `documents` of them become `text_sequences` rows; `documents_train` are
+    in training, at least in part. `ended`: other training rows that end with a trained end token.
     `tokens`, `trained_tokens`: of the training rows, after cutting to `sequence_length`.
     """
 
@@ -47,6 +48,7 @@ class DataReport:
     rows_read: int
     rows_train: int
     rows_validation: int
+    documents_train: int
     refused: tuple[Finding, ...]
     dropped: tuple[Finding, ...]
     notes: tuple[Finding, ...]

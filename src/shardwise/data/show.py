@@ -56,21 +56,36 @@ def facts(check: Check) -> list[tuple[str, str]]:
             f"median {lengths.median:,}, 95 % of rows up to {lengths.p95:,}, longest {lengths.longest:,} tokens",
         ),
         ("sequence", f"sequence_length {report.sequence_length:,}: {report.sequence_length_why}"),
-        ("cut", f"{report.truncated:,} rows lose their end ({_percent(report.truncated, lengths.rows)})"),
+        (
+            "cut",
+            f"{_count(report.truncated, 'row')} cut at sequence_length ({_percent(report.truncated, lengths.rows)})",
+        ),
         (
             "packing",
-            f"{check.sequences:,} sequence{'s' * (check.sequences != 1)} an epoch, {check.efficiency:.1%} full",
+            f"{_count(check.sequences, 'sequence')} an epoch, {check.efficiency:.1%} full",
         ),
     ]
-    if report.rows_train > report.documents:
+    ending = report.rows_train - report.documents_train
+    if ending:
         out.append(
-            ("end token", f"{report.ended:,} of {report.rows_train:,} training rows end with a trained one")
+            ("end token", f"{report.ended:,} of {_count(ending, 'training row')} end with a trained one")
+        )
+    plain = [f for f in report.files if f.format in ("alpaca", "prompt_completion")]
+    if plain:
+        rows = sum(f.rows_read - f.rows_refused for f in plain)
+        out.append(
+            (
+                "plain text",
+                f"{_count(rows, 'row')} of {' and '.join(dict.fromkeys(f.format for f in plain))} go without the "
+                "chat template; for a model that chats, write them as messages",
+            )
         )
     if report.documents:
         out.append(
             (
                 "text",
-                f"{report.documents:,} documents make {report.text_sequences:,} sequences, an end token after each",
+                f"{_count(report.documents, 'document')} make {_count(report.text_sequences, 'sequence')}, an end "
+                "token after each",
             )
         )
     if report.rewritten:
@@ -94,8 +109,14 @@ def facts(check: Check) -> list[tuple[str, str]]:
     if report.template:
         out.append(("template", report.template))
     if report.passed_over:
-        out.append(("passed over", f"{len(report.passed_over)} files: {', '.join(report.passed_over[:5])}"))
+        out.append(
+            ("passed over", f"{_count(len(report.passed_over), 'file')}: {', '.join(report.passed_over[:5])}")
+        )
     return out
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def _percent(part: int, whole: int) -> str:

@@ -89,6 +89,9 @@ def view(store: Store, sequence_length: int, overlong: str, weights: tuple[float
     pieces, documents, sequences = _text(store, records, lengths, sequence_length, seed)
     text_trained = pieces[:, 2] - 1
     fits = text_trained > 0
+    lost = np.setdiff1d(np.flatnonzero(records["text"] == 1), pieces[fits, 0])
+    if len(lost):
+        dropped.append(_finding(store, lost, "no trainable token in the document"))
     base = np.concatenate([chats[keep], pieces[fits, 0]])
     rows = Rows(
         store,
