@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.facts.experience import LEAST_SECONDS
+
 pytestmark = pytest.mark.real_model
 
 
@@ -21,8 +23,11 @@ def test_demo_trains_a_real_model_and_keeps_its_estimate(smollm2: Path, tmp_path
     assert summary["measured"]["peak_resident_bytes"] > measured
     for word in ("plan", "memory at the peak", "measured", "before", "after", "next"):
         assert word in done.stdout
-    again = shardwise("train", tmp_path / "shardwise-demo" / "recipe.yaml", "--dry-run", cwd=tmp_path)
+    dry = ("train", tmp_path / "shardwise-demo" / "recipe.yaml", "--dry-run")
+    again = shardwise(*dry, cwd=tmp_path, OMP_NUM_THREADS="2")
     assert again.returncode == 0, again.stderr
+    if summary["measured"]["training_seconds"] >= LEAST_SECONDS:  # the run taught the next estimate, which says so
+        assert "1 finished run on this machine" in " ".join(again.stdout.split())
 
 
 def test_demo_rows_come_from_disjoint_modules(tmp_path: Path) -> None:

@@ -8,17 +8,21 @@ import click
 
 
 @click.command()
-@click.option("--forget", is_flag=True, help="Delete the measurement: plan from data sheets again.")
+@click.option(
+    "--forget", is_flag=True, help="Delete what was measured, finished runs too: plan from data sheets again."
+)
 def calibrate(forget: bool) -> None:
     """Measure matrix products, memory bandwidth and host speed of this machine; about twenty seconds."""
     from shardwise.errors import MissingDependencyError, RunError
     from shardwise.facts.calibration import Calibration, calibration_path, save_calibration
+    from shardwise.facts.experience import experience_path
     from shardwise.facts.machine import detect_machine
     from shardwise.units import format_bytes
 
     if forget:
-        calibration_path().unlink(missing_ok=True)
-        click.echo(f"forgotten: {calibration_path()}")
+        for path in (calibration_path(), experience_path()):
+            path.unlink(missing_ok=True)
+            click.echo(f"forgotten: {path}")
         return
     click.echo("measuring: leave the machine alone for a moment", err=True)
     done = subprocess.run(

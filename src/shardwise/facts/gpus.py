@@ -53,6 +53,8 @@ class Gpu:
     kind: Literal["cuda", "cpu", "mps"] = "cuda"
     op_seconds: float | None = None  # to issue one operation, where it was measured
     measured: bool = False  # rates are this machine's own
+    pace: float = 1.0  # on an estimated time, from finished runs on this machine
+    pace_words: str = ""  # which runs
 
     def peak_flops(self, precision: str) -> float:
         """Dense matrix rate; bf16 falls back to fp16's on cards without it, fp32 to the vector rate."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from shardwise.errors import UnknownNameError, UsageError
 from shardwise.facts.calibration import load_calibration
+from shardwise.facts.experience import experience_of
 from shardwise.facts.gpus import Gpu, Link, Offer, catalogue, find_gpu, parse_offer
 
 _GHZ_UNKNOWN = 2.5
@@ -97,11 +98,28 @@ class Machine:
                 host_bytes_per_gpu=self.memory_bytes // len(self.gpus),
                 disk_bytes=self.free_disk_bytes,
             )
-            return Offer(gpu, len(self.gpus), len(self.gpus), self.notes)
-        return Offer(self.processor_as_device(), 1, 1, self.notes)
+            return Offer(gpu, len(self.gpus), len(self.gpus), (*self.notes, *_words(gpu)))
+        gpu = self.processor_as_device()
+        return Offer(gpu, 1, 1, (*self.notes, *_words(gpu)))
+
+
+def _words(gpu: Gpu) -> tuple[str, ...]:
+    return (gpu.pace_words,) if gpu.pace_words else ()
 
 
 def calibrated(gpu: Gpu, threads: int) -> Gpu:
+    """The device as this machine is known to be: measured rates, where there are any, and finished runs' pace."""
+    gpu = _with_rates(gpu, threads)
+    found = experience_of(pace_key(gpu, threads), gpu.source)
+    return gpu if found is None else replace(gpu, pace=found.factor, pace_words=found.words)
+
+
+def pace_key(gpu: Gpu, threads: int) -> str:
+    """What finished runs are kept under: a device, and on a processor as many threads."""
+    return gpu.name if gpu.kind == "cuda" else f"{gpu.name}, {threads} threads"
+
+
+def _with_rates(gpu: Gpu, threads: int) -> Gpu:
     """The device with the rates `shardwise calibrate` measured here, where it did; its peaks stay the vendor's."""
     found = load_calibration(gpu.kind, threads)
     if found is None:

@@ -19,7 +19,8 @@ from shardwise.errors import (
     UsageError,
 )
 from shardwise.facts.download import local_folder
-from shardwise.facts.machine import as_offer
+from shardwise.facts.experience import remember
+from shardwise.facts.machine import as_offer, detect_machine, pace_key
 from shardwise.facts.model import ModelShape, read_model
 from shardwise.facts.versions import installed_versions
 from shardwise.facts.weights import weights_digest
@@ -32,7 +33,7 @@ from shardwise.plan.resolve import resolve
 from shardwise.recipe import Recipe, dump_recipe
 from shardwise.recipe.schema import Source
 from shardwise.rules import check, situation
-from shardwise.runs import RunFolder, create_run, tracking
+from shardwise.runs import RunFolder, Summary, create_run, tracking
 from shardwise.runs.changes import check as check_changes
 from shardwise.runs.changes import compare, facts
 from shardwise.runs.checkpoints import chosen, set_aside
@@ -298,3 +299,17 @@ def add_estimate(run: RunFolder, plan: Plan) -> None:
         "tokens_per_second_per_gpu": plan.speed.tokens_per_second_per_gpu,
     }  # fmt: skip
     run.write_summary({**summary.model_dump(), "estimate": estimate})
+    _learn(summary, plan)
+
+
+def _learn(summary: Summary, plan: Plan) -> None:
+    """Keep how long the run took against its estimate, for later plans on this machine."""
+    measured, gpu = summary.measured.training_seconds, plan.offer.gpu
+    if measured is None or plan.seconds is None or summary.steps is None or summary.steps != plan.steps:
+        return  # resumed in between, or ended early: not the run that was planned
+    threads = detect_machine().threads
+    with suppress(OSError):  # a cache that cannot be written loses a measurement, not a run
+        remember(
+            pace_key(gpu, threads), plan.stack.world_size, gpu.source, plan.shape.source, plan.stack.method,
+            summary.steps, plan.seconds / gpu.pace, measured,
+        )  # fmt: skip

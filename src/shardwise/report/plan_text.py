@@ -299,6 +299,8 @@ def assumptions(answer: Answer) -> list[str]:
         f"rates: {peak / 1e12:,.3g} TFLOP/s dense in {plan.stack.precision}, of which long runs hold "
         f"{gpu.sustained:.0%}; memory {format_gb(gpu.bandwidth_bytes_per_second)}/s ({gpu.source})"
     ]
+    if gpu.pace_words:
+        lines.append(f"measured: {gpu.pace_words}")
     if plan.offer.count > 1:
         between = f", {gpu.network.name} between {plan.offer.nodes} nodes" if plan.offer.nodes > 1 else ""
         lines.append(f"links: {gpu.link.name} within a node{between}")

@@ -1,6 +1,6 @@
 """Seconds of one optimizer step of a stack on an offer, and where they go."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwise.estimate.memory.formula import estimate_memory
 from shardwise.estimate.speed import constants as c
@@ -51,11 +51,12 @@ def estimate_speed(shape: ModelShape, gpu: Gpu, stack: Stack, program: Program =
     """Time of one optimizer step of `stack` on `gpu`s."""
     work, exposed, update, moved = _shares(shape, gpu, stack, program)
     micro_batches = stack.gradient_accumulation_steps
-    step = work.seconds * micro_batches + exposed + update + moved
+    alone = work.seconds * micro_batches + exposed + update + moved
+    step = alone * gpu.pace
     tokens = stack.tokens_per_micro_batch * micro_batches * stack.world_size
     per_gpu = tokens / stack.world_size / step
     peak = gpu.peak_flops(stack.precision)
-    low, high = spread(shape, gpu, stack, work, exposed / step)
+    low, high = spread(shape, gpu, stack, work, exposed / alone)
     waiting = (work.seconds - work.busy) * micro_batches
     parts: tuple[SpeedPart, ...] = (
         SpeedPart("matrix products", work.matrix * micro_batches, "2 FLOPs per weight, token and pass"),
@@ -68,7 +69,7 @@ def estimate_speed(shape: ModelShape, gpu: Gpu, stack: Stack, program: Program =
         SpeedPart("optimizer", update, "weights, gradients and states read and written once"),
         SpeedPart("offload", moved, "traffic between device, host and disk, and the update on the host"),
     )
-    parts = tuple(p for p in parts if p.seconds > 0)
+    parts = tuple(replace(p, seconds=p.seconds * gpu.pace) for p in parts if p.seconds > 0)
     return SpeedEstimate(
         step_seconds=step,
         low_seconds=step * low,
@@ -84,7 +85,7 @@ def estimate_speed(shape: ModelShape, gpu: Gpu, stack: Stack, program: Program =
 def step_seconds(shape: ModelShape, gpu: Gpu, stack: Stack, program: Program = OURS) -> float:
     """`estimate_speed`'s time of a step alone, for a search that compares many."""
     work, *rest = _shares(shape, gpu, stack, program)
-    return work.seconds * stack.gradient_accumulation_steps + sum(rest)
+    return (work.seconds * stack.gradient_accumulation_steps + sum(rest)) * gpu.pace
 
 
 def _shares(shape: ModelShape, gpu: Gpu, stack: Stack, program: Program) -> tuple[Work, float, float, float]:
