@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from flash_stand_in import stand_in
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwise.training.attention import NAME
@@ -27,7 +28,7 @@ FAMILIES: dict[str, dict[str, object]] = {
     "olmo2": {},
     "cohere": {"logit_scale": 0.5},
 }
-BACKENDS = (NAME, "eager", "sdpa")
+BACKENDS = (NAME, "eager", "sdpa", "flex_attention", "flash_attention_2")
 
 
 def tiny(family: str, attention: str = NAME) -> torch.nn.Module:
@@ -37,7 +38,9 @@ def tiny(family: str, attention: str = NAME) -> torch.nn.Module:
     }  # fmt: skip
     torch.manual_seed(1)
     config = AutoConfig.for_model(family, **{**sizes, **FAMILIES[family]})
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+    built_as = "eager" if attention.startswith("flash") else attention  # its package is for GPUs only
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=built_as, dtype=torch.float32)
+    model.config._attn_implementation = attention
     for parameter in model.parameters():  # sinks and norms that start at 0 or 1 would hide mistakes
         if parameter.dim() == 1:
             torch.nn.init.normal_(parameter, mean=1.0, std=0.2)
@@ -77,16 +80,36 @@ def test_packed_loss_is_the_sum_of_documents(family: str) -> None:
     assert packed == pytest.approx(alone, rel=1e-4)
 
 
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexAttention as torch defines it, uncompiled; FlashAttention by its definition: the kernels need a GPU."""
+    import torch.nn.attention.flex_attention as flex
+    from transformers.integrations import flex_attention
+
+    monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    plain = flex.flex_attention
+    monkeypatch.setattr(
+        flex_attention,
+        "compile_friendly_flex_attention",
+        lambda q, k, v, training=False, **more: plain(q, k, v, **more),
+    )
+    stand_in(monkeypatch)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.filterwarnings("ignore:.*flex_attention.*", "ignore:.*FLEX_ATTENTION.*")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
 def test_d07_changing_one_document_changes_no_logit_of_another(family: str, backend: str) -> None:
     module = LossModel(tiny(family, backend), "chunked").eval()
     second = document(11, 5)
     with torch.no_grad():
-        one = logits(module, pack_documents([document(8, 1), second]))
-        other = logits(module, pack_documents([document(8, 2), second]))
+        one = logits(module, pack_documents([document(8, 1), second, document(3, 6)]))
+        other = logits(module, pack_documents([document(8, 2), second, document(3, 7)]))
+        alone = logits(LossModel(tiny(family, "eager"), "chunked").eval(), pack_documents([second]))
     assert (one[:8] - other[:8]).abs().max() > 1e-3  # the change did something
-    assert (one[8:] - other[8:]).abs().max() < 1e-5
+    assert (one[8:19] - other[8:19]).abs().max() < 1e-5
+    assert (one[8:19] - alone).abs().max() < 1e-4
 
 
 def test_positions_restart_and_first_labels_are_masked() -> None:
