@@ -154,6 +154,21 @@ def offloaded_update_is_adam_or_sgd(recipe: Recipe, _: ModelShape | None, __: Si
         )
 
 
+def zero_3_is_not_compiled(recipe: Recipe, _: ModelShape | None, __: Situation) -> Iterator[Problem]:
+    """Stage 3 gathers weights in hooks on every module: torch breaks at each and compiles each anew."""
+    zero_3 = recipe.engine.name == "deepspeed" and recipe.engine.deepspeed.zero_stage == 3
+    if recipe.training.compile and zero_3:
+        yield Problem(
+            "zero_3_is_not_compiled",
+            "training.compile",
+            "training.compile: true with engine.deepspeed.zero_stage: 3",
+            "ZeRO-3 gathers weights in hooks on every module; torch compiles each hook and each module by itself "
+            "until it gives up, and nothing is gained",
+            "use training.compile: false, or engine.name: fsdp2",
+            "https://docs.pytorch.org/docs/stable/torch.compiler_troubleshooting.html",
+        )
+
+
 def batch_divides(recipe: Recipe, _: ModelShape | None, __: Situation) -> Iterator[Problem]:
     """global = micro x ranks x accumulation, all whole numbers."""
     training, processes = recipe.training, recipe.engine.processes
@@ -184,5 +199,6 @@ RULES = (
     flat_states_are_not_quantised,
     offloaded_states_are_not_paged,
     offloaded_update_is_adam_or_sgd,
+    zero_3_is_not_compiled,
     batch_divides,
 )

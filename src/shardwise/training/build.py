@@ -1,5 +1,6 @@
 """From a recipe and a model folder to a live engine."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,8 @@ def build_engine(
     if name == "deepspeed":
         from shardwise.training.engines.deepspeed import DeepSpeedEngine
 
-        return DeepSpeedEngine(module, recipe, device, ranks, accumulation_steps)
+        read = partial(fill, module.model, folder) if hollow is not None else None
+        return DeepSpeedEngine(module, recipe, device, ranks, accumulation_steps, read)
     from shardwise.training.engines.single import SingleEngine
 
     return SingleEngine(module, recipe, device, accumulation_steps > 1)
@@ -47,7 +49,9 @@ def build_engine(
 
 def _streams(recipe: Recipe) -> bool:
     """Weights that are only split: not those that are quantised, or whose norms DoRA needs, while they load."""
-    return recipe.engine.name == "fsdp2" and recipe.method != "qlora" and not recipe.lora.dora
+    engine = recipe.engine
+    splits = engine.name == "fsdp2" or (engine.name == "deepspeed" and engine.deepspeed.zero_stage == 3)
+    return splits and recipe.method != "qlora" and not recipe.lora.dora
 
 
 def _base(recipe: Recipe, folder: ModelFolder) -> Any:

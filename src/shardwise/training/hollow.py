@@ -70,12 +70,16 @@ def in_fp32(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def fill(model: nn.Module, folder: ModelFolder) -> None:
-    """Read this rank's rows of every weight that has a file; adapters have none and keep their values."""
+def fill(model: nn.Module, folder: ModelFolder, part: nn.Module | None = None) -> None:
+    """Read this rank's rows of every weight that has a file; adapters have none and keep their values.
+
+    `part`: only the weights of this module of `model`. What ZeRO-3 has taken away already is left alone.
+    """
     files = tensor_files(folder.path)
+    wanted = {id(p) for p in (part or model).parameters() if not hasattr(p, "ds_id")}
     for name, param in model.named_parameters():
         key = stored_name(name)
-        if key not in files:
+        if key not in files or id(param) not in wanted:
             continue
         local = param.to_local() if isinstance(param, DTensor) else param
         if local.numel() == 0:

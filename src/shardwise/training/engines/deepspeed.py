@@ -5,7 +5,7 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from shardwise.training.batches import MicroBatch
 from shardwise.training.engines.deepspeed_config import compare, deepspeed_config
 from shardwise.training.engines.operators import preload
 from shardwise.training.engines.protocol import Ranks, trained
+from shardwise.training.hollow import materialise
+from shardwise.training.layers import decoder_layers
 from shardwise.training.model import LossModel
 from shardwise.training.optimizers import build_optimizer, decay_groups
 
@@ -38,7 +40,9 @@ class DeepSpeedEngine:
         device: torch.device,
         ranks: Ranks,
         accumulation_steps: int,
+        fill: Callable[[nn.Module], None] | None = None,
     ) -> None:
+        """`fill`: the model is hollow, and this reads the weights of one part of it (stage 3 only)."""
         self.ranks, self.device, self.module = ranks, device, module
         self.section, self.recipe = recipe.engine.deepspeed, recipe
         self.named = trained(module.model)
@@ -58,11 +62,36 @@ class DeepSpeedEngine:
             # The loss reads the head's weight without calling the head, so ZeRO-3 must be told.
             head = module.causal_lm.get_output_embeddings()
             deepspeed.zero.register_external_parameter(module, head.weight)
+        optimizer = _optimizer(recipe, self.named)  # decay goes by shapes, which stage 3 takes away
         with _keeping_buffers(module, device), contextlib.redirect_stdout(io.StringIO()):
+            if fill is not None:
+                self._split_while_loading(fill)
             self.engine, self.zero, _, _ = deepspeed.initialize(
-                model=module, optimizer=_optimizer(recipe, self.named), config=self.config
+                model=module, optimizer=optimizer, config=self.config
             )
         compare(self.config, self.engine._config)
+
+    def _split_while_loading(self, fill: Callable[[nn.Module], None]) -> None:
+        """Read the weights layer by layer and keep this rank's part of each: one layer at a time is whole."""
+        import deepspeed
+
+        deepspeed.init_distributed(verbose=False)  # over the process group that is there
+        for part in (*decoder_layers(self.module), self.module):
+            materialise(part)
+            fill(part)
+            split = [p for p in self.module.parameters() if hasattr(p, "ds_id")]
+            if split:
+                split[0].convert_to_zero_parameters([p for p in part.parameters() if not hasattr(p, "ds_id")])
+                continue
+            deepspeed.zero.Init(
+                module=part,
+                config_dict_or_path=self.config,
+                dtype=self.named[0][1].dtype,
+                remote_device=None
+                if self.section.offload_parameters == "none"
+                else self.section.offload_parameters,
+                pin_memory=self.device.type == "cuda",
+            )
 
     @property
     def _offloads(self) -> bool:
