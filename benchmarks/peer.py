@@ -1,8 +1,12 @@
 """One run of one trainer on given rows, in that trainer's own environment: `python peer.py JOB.json RESULT.json`.
 
-JOB.json holds peer, model, rows (a JSON Lines file of {"input_ids", "labels"}, in training order), method (lora,
-full), steps, batch (rows per step), learning_rate, rank, seed, threads and command_time (when the command was given,
-in seconds since the epoch). Started by compare.py; nothing here imports shardwise.
+JOB.json holds peer, model, rows (a JSON Lines file of {"input_ids", "labels"}, in training order), cache (a folder
+for converted models), method (lora, full), steps, batch (rows per step), learning_rate, rank, seed, threads and
+command_time (when the command was given, in seconds since the epoch). Started by compare.py; nothing here imports
+shardwise.
+
+Each trainer keeps its own ways: fp32 weights under bf16 autocast for full fine-tuning where it does that, its
+padding, its loss. Gradient checkpointing is off everywhere, as it is in shardwise's recipe. litgpt does not clip gradients.
 """
 
 # ruff: noqa: PLC0415
@@ -24,14 +28,17 @@ class Record:
 
     def __init__(self):
         self.seconds, self.cpu_seconds, self.losses, self.first = [], [], [], None
+        self.peak, self.seen, self.tokens, self.first_began = 0, 0, [], None
 
     def begin(self):
         self.began, self.cpu = time.perf_counter(), time.process_time()
+        self.first_began = self.first_began or time.time() - JOB["command_time"]
 
     def end(self):
         self.seconds.append(time.perf_counter() - self.began)
         self.cpu_seconds.append(time.process_time() - self.cpu)
         self.first = self.first or time.time() - JOB["command_time"]
+        self.peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 RECORD = Record()
@@ -50,6 +57,9 @@ def callback():
         def on_log(self, args, state, control, logs=None, **kwargs):
             if logs and "loss" in logs:
                 RECORD.losses.append(float(logs["loss"]))
+                if "num_tokens" in logs:  # trl counts what its own packing put into a step
+                    RECORD.tokens.append(int(logs["num_tokens"]) - RECORD.seen)
+                    RECORD.seen = int(logs["num_tokens"])
 
     return Times()
 
@@ -175,21 +185,222 @@ def run_llamafactory():
         run_exp(settings, callbacks=[callback()])
 
 
+def run_swift():
+    """`swift sft` with rows that are tokenized already."""
+    from swift.arguments import SftArguments
+    from swift.pipelines.train.sft import SwiftSft
+
+    class Sft(SwiftSft):
+        def _prepare_dataset(self):
+            return [{**r, "length": len(r["input_ids"])} for r in ROWS], None
+
+        def train(self, trainer):
+            trainer.add_callback(callback())
+            return super().train(trainer)
+
+    with tempfile.TemporaryDirectory() as folder:
+        kept = {
+            k: v for k, v in arguments(folder).items() if k not in ("disable_tqdm", "gradient_checkpointing")
+        }
+        adapters = {"lora_rank": JOB["rank"], "lora_alpha": 2 * JOB["rank"], "lora_dropout": 0.0}
+        options = {
+            **kept,
+            **(adapters if JOB["method"] == "lora" else {}),
+            "model": JOB["model"],
+            "model_type": "llama",
+            "template": "chatml",
+            "dataset": [JOB["rows"]],
+            "tuner_type": JOB["method"],
+            "target_modules": ["all-linear"],
+            "torch_dtype": "bfloat16" if JOB["method"] == "lora" else "float32",
+            "attn_impl": "sdpa",
+            "fp16": False,
+            "gradient_checkpointing": False,
+            "train_dataloader_shuffle": False,
+            "dataloader_num_workers": 0,
+            "split_dataset_ratio": 0.0,
+            "report_to": [],
+        }
+        Sft(SftArguments(**options)).run()
+
+
+def run_unsloth():
+    import torch
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+    from unsloth import FastLanguageModel  # before trl, which it patches
+
+    longest = max(len(r["input_ids"]) for r in ROWS)
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        model_name=JOB["model"],
+        max_seq_length=longest,
+        dtype=torch.bfloat16 if JOB["method"] == "lora" else torch.float32,
+        load_in_4bit=False,
+        full_finetuning=JOB["method"] == "full",
+    )
+    if JOB["method"] == "lora":
+        model = FastLanguageModel.get_peft_model(
+            model,
+            r=JOB["rank"],
+            lora_alpha=2 * JOB["rank"],
+            lora_dropout=0.0,
+            bias="none",
+            target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+            use_gradient_checkpointing=False,
+            random_state=JOB["seed"],
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = SFTTrainer(
+            model=model,
+            args=SFTConfig(
+                **arguments(folder),
+                train_sampling_strategy="sequential",
+                max_length=longest,
+                packing=False,
+            ),
+            train_dataset=Dataset.from_list(ROWS),
+            processing_class=tokenizer,
+            callbacks=[callback()],
+        )
+        trainer.train()
+
+
+def litgpt_folder():
+    """The model in litgpt's own format, converted once."""
+    import shutil
+
+    from litgpt.scripts.convert_hf_checkpoint import convert_hf_checkpoint
+
+    source = Path(JOB["model"])
+    folder = Path(JOB["cache"]) / "litgpt-models" / "SmolLM2-135M-Instruct"
+    if not (folder / "lit_model.pth").exists():
+        work = folder.with_suffix(".part") / folder.name
+        shutil.rmtree(work.parent, ignore_errors=True)
+        shutil.copytree(source, work)
+        convert_hf_checkpoint(checkpoint_dir=work)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        work.rename(folder)
+        JOB["command_time"] = time.time()  # a conversion is done once per model, not per run
+    return folder
+
+
+def run_litgpt():
+    import torch
+    from litgpt.args import EvalArgs, TrainArgs
+    from litgpt.data.base import DataModule, get_sft_collate_fn
+    from torch.utils.data import DataLoader
+
+    if JOB["method"] == "lora":
+        from litgpt.finetune import lora as recipe
+    else:
+        from litgpt.finetune import full as recipe
+
+    def item(row):
+        ids, labels = (torch.tensor(row[k]) for k in ("input_ids", "labels"))
+        return {
+            "input_ids": ids,
+            "labels": labels,
+            "token_counts": {"raw": len(ids), "raw_plus_prompt_template": len(ids)},
+        }
+
+    class Given(DataModule):
+        prompt_style = None
+
+        def connect(self, tokenizer=None, batch_size=1, max_seq_length=None, **kwargs):
+            self.batch = batch_size
+
+        def train_dataloader(self):
+            collate = get_sft_collate_fn(max_seq_length=-1, pad_id=0)
+            return DataLoader([item(r) for r in ROWS], batch_size=self.batch, collate_fn=collate)
+
+        def val_dataloader(self):
+            few = {k: v[:8] for k, v in ROWS[0].items()}
+            return DataLoader([item(few)], batch_size=1, collate_fn=get_sft_collate_fn(pad_id=0))
+
+    class Steps(recipe.CycleIterator):
+        def __next__(self):
+            RECORD.begin()
+            return super().__next__()
+
+    class Log:
+        """Stands for the CSV logger: what is logged after every step."""
+
+        name, version, root_dir, log_dir, group_separator = "none", 0, None, None, "/"
+
+        def log_metrics(self, metrics, step=None):
+            if "loss" in metrics:
+                RECORD.end()
+                RECORD.losses.append(float(metrics["loss"]))
+                if len(RECORD.losses) == JOB["steps"]:
+                    raise StopIteration  # what follows writes merged weights, which no rate counts
+
+    recipe.CycleIterator = Steps
+    recipe.choose_logger = lambda *args, **kwargs: Log()
+    recipe.get_lr_scheduler = lambda optimizer, **kwargs: torch.optim.lr_scheduler.ConstantLR(
+        optimizer, factor=1.0
+    )
+    adapters = {
+        "lora_r": JOB["rank"],
+        "lora_alpha": 2 * JOB["rank"],
+        "lora_dropout": 0.0,
+        **{f"lora_{part}": True for part in ("query", "key", "value", "projection", "mlp")},
+    }
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            recipe.setup(
+                checkpoint_dir=litgpt_folder(),
+                out_dir=Path(folder),
+                precision="bf16-true" if JOB["method"] == "lora" else "bf16-mixed",
+                devices=1,
+                data=Given(),
+                train=TrainArgs(
+                    save_interval=None,
+                    log_interval=1,
+                    global_batch_size=JOB["batch"],
+                    micro_batch_size=JOB["batch"],
+                    lr_warmup_steps=0,
+                    epochs=2,
+                    max_steps=JOB["steps"],
+                ),
+                eval=EvalArgs(interval=10**6, max_new_tokens=1, max_iters=1, final_validation=False),
+                optimizer={
+                    "class_path": "torch.optim.AdamW",
+                    "init_args": {"lr": JOB["learning_rate"], "weight_decay": 0.0},
+                },
+                seed=JOB["seed"],
+                **(adapters if JOB["method"] == "lora" else {}),
+            )
+    except StopIteration:
+        pass
+
+
 def main():
     os.environ["OMP_NUM_THREADS"] = str(JOB["threads"])
     import torch
 
     torch.set_num_threads(JOB["threads"])
-    began = time.time()
     {
         "transformers": run_transformers,
         "trl": run_trl,
         "trl-packing": run_trl,
         "llamafactory": run_llamafactory,
+        "ms-swift": run_swift,
+        "litgpt": run_litgpt,
+        "unsloth": run_unsloth,
     }[JOB["peer"]]()
     from importlib.metadata import version
 
-    names = ("torch", "transformers", "peft", "accelerate", "trl", "llamafactory")
+    names = (
+        "torch",
+        "transformers",
+        "peft",
+        "accelerate",
+        "trl",
+        "llamafactory",
+        "ms_swift",
+        "litgpt",
+        "unsloth",
+    )
     versions = {}
     for name in names:
         try:
@@ -202,10 +413,11 @@ def main():
                 "step_seconds": RECORD.seconds,
                 "step_cpu_seconds": RECORD.cpu_seconds,
                 "losses": RECORD.losses,
+                "step_tokens": RECORD.tokens,
+                "first_step_began_seconds": RECORD.first_began,
                 "first_step_seconds": RECORD.first,
-                "peak_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+                "peak_resident_bytes": RECORD.peak,
                 "versions": versions,
-                "seconds": time.time() - began,
             }
         )
     )
