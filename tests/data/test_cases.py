@@ -9,8 +9,11 @@ import pytest
 from data_toys import INPUTS, REWRITING, chat, make_tokenizer, trained_text, whole_text, write_rows
 
 from shardwise.data import Prepared, make_order, render_prompt
+from shardwise.data.streaming import stream_steps
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer
-from shardwise.errors import DataError
+from shardwise.errors import DataError, RecipeError
+from shardwise.recipe import parse_recipe
+from shardwise.recipe.schedule import learning_rate
 
 Run = Callable[..., Prepared]
 TOOLS_OBJECT = (
@@ -279,6 +282,19 @@ def test_d25_the_number_of_steps_is_known_before_the_run(run: Run) -> None:
     rows = run([chat(f"q{i}", "a" * i) for i in range(1, 21)]).train
     order = make_order(rows, sequence_length=128, packing=False, global_batch_size=3, epochs=2)
     assert order.steps == 14 and [len(order.step(i)) for i in range(14)] == [3, 3, 3, 3, 3, 3, 2] * 2
+
+
+def test_d25_a_stream_needs_its_number_of_steps_and_the_rate_ends_with_them(run: Run, tmp_path: Path) -> None:
+    write_rows(tmp_path / "s.jsonl", [chat(f"q{i}", "a") for i in range(20)])
+    tree = {"model": "x", "data": {"train": str(tmp_path / "s.jsonl"), "streaming": True}}
+    with pytest.raises(RecipeError, match=r"training.max_steps or training.max_tokens"):
+        parse_recipe(json.dumps(tree | {"training": {"epochs": 2.0}}))
+    recipe = parse_recipe(
+        json.dumps(tree | {"training": {"max_tokens": 10_000}, "schedule": {"warmup": 0.05}})
+    )
+    steps = stream_steps(recipe, 512, 4)
+    rates = [learning_rate(recipe.schedule, 1.0, step, steps) for step in range(steps)]
+    assert steps == 5 and max(rates) == rates[0] == 1.0 and rates[-1] == 0.0
 
 
 def test_d26_system_text_is_never_lost_and_seen_once(run: Run, tmp_path: Path) -> None:

@@ -145,5 +145,8 @@ def data_line(report: "DataReport") -> str:
         "an end token"
     )
     text = "data  " + (f"{report.streamed}\n      " if report.streamed else "") + text
+    if report.passed_over:
+        text += f"\n      not read: {', '.join(report.passed_over[:4])}"
+        text += f" and {len(report.passed_over) - 4} more" if len(report.passed_over) > 4 else ""
     findings = [f"{f.count:,} x {f.reason}" for f in (*report.refused, *report.dropped)]
     return "\n      ".join([text, *findings, *(["see where with: shardwise data check"] if findings else [])])

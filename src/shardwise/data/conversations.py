@@ -18,7 +18,11 @@ ROLES = {
     "tool": "tool",
     "function": "tool",
     "observation": "tool",
+    "tool_response": "tool",
+    "tool_result": "tool",
+    "ipython": "tool",
     "function_call": "function_call",
+    "tool_call": "function_call",
 }
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
@@ -38,7 +42,13 @@ def conversation(
         raise RowProblem("there is no list of turns")
     if not turns:
         raise RowProblem("the conversation is empty")
-    messages = [_message(turn, i) for i, turn in enumerate(turns)]
+    messages: list[Message] = []
+    for i, turn in enumerate(turns):
+        message = _message(turn, i)
+        if _is_call(message) and messages and _is_call(messages[-1]):  # several calls at once, one turn each
+            messages[-1]["tool_calls"] += message["tool_calls"]
+        else:
+            messages.append(message)
     if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     _check_order(messages, answered)
@@ -73,16 +83,21 @@ def _message(turn: Any, index: int) -> Message:
             raise RowProblem(f"{where}: the answer is null")
         if not message["content"].strip() and not message.get("tool_calls"):
             raise RowProblem(f"{where}: the answer is blank")
-        if turn.get("weight") is not None:
-            if turn["weight"] not in (0, 1):
-                raise RowProblem(f"{where}: weight {turn['weight']!r} is neither 0 nor 1")
-            message["weight"] = int(turn["weight"])
+        weight = next((turn[key] for key in ("weight", "train", "loss") if turn.get(key) is not None), None)
+        if weight is not None:
+            if weight not in (0, 1):
+                raise RowProblem(f"{where}: weight {weight!r} is neither 0 nor 1")
+            message["weight"] = int(weight)
     elif content is None:
         raise RowProblem(f"{where}: the content is null")
     for key in ("name", "tool_call_id"):
         if isinstance(turn.get(key), str):
             message[key] = turn[key]
     return message
+
+
+def _is_call(message: Message) -> bool:
+    return message["role"] == "assistant" and not message["content"] and "tool_calls" in message
 
 
 def text_of_content(content: Any, where: str) -> str | None:

@@ -22,7 +22,14 @@ PAIRS = (
     ("question", "answer"),
     ("query", "response"),
     ("input", "output"),
+    ("question", "response"),
+    ("prompt", "answer"),
+    ("query", "answer"),
+    ("problem", "solution"),
 )
+_WEIGHTS = ("weight", "train", "loss")
+# Of rows that are plain text: what they would lose in silence.
+_NO_PLACE = {"history": "earlier turns", "system": "a system text", "system_prompt": "a system text"}
 ALPACA_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "
     "Write a response that appropriately completes the request.\n\n"
@@ -154,6 +161,14 @@ def _object(row: Any) -> dict[str, Any]:
     return row
 
 
+def _plain(row: dict[str, Any]) -> None:
+    for field, what in _NO_PLACE.items():
+        if row.get(field) and _parsed(row[field]) != []:
+            raise RowProblem(
+                f"field '{field}' holds {what}, for which plain text has no place: write messages"
+            )
+
+
 def _read_messages(row: Any) -> Example:
     row = _object(row)
     turns = row.get("messages", row.get("conversations", row.get("conversation")))
@@ -165,7 +180,7 @@ def _read_sharegpt(row: Any) -> Example:
     turns = _parsed(row.get("conversations", row.get("conversation", row.get("messages"))))
     if isinstance(turns, list):
         turns = [
-            {"role": t.get("from"), "content": t.get("value"), **{k: t[k] for k in ("weight",) if k in t}}
+            {"role": t.get("from"), "content": t.get("value"), **{k: t[k] for k in _WEIGHTS if k in t}}
             if isinstance(t, dict) and "from" in t
             else t
             for t in turns
@@ -175,6 +190,7 @@ def _read_sharegpt(row: Any) -> Example:
 
 def _read_alpaca(row: Any) -> Example:
     row = _object(row)
+    _plain(row)
     instruction = _text(row, "instruction")
     context = _text(row, "input", need=False)
     answer = _text(row, "output" if "output" in row else "response")
@@ -193,6 +209,7 @@ def _read_pair(row: Any) -> Example:
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):  # a chat cut before its answer
         rest = completion if isinstance(completion, list) else [{"role": "assistant", "content": completion}]
         return Chat(*conversation([*prompt, *rest], row.get("tools"), row.get("system")))
+    _plain(row)
     return Pair(_text(row, pair[0], need=False), _text(row, pair[1]))
 
 

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,6 +23,7 @@ TEXT_CHARACTERS = 4 * 2**20  # a longer text file is read in parts of about this
 PART = "\0part"  # marks a text that goes on in the next row; no file can have such a field name
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _BOM = b"\xef\xbb\xbf"
+_REST = "; the rest of the file cannot be read either"
 
 
 @dataclass(frozen=True)
@@ -96,13 +98,11 @@ def _open(path: Path | Remote) -> IO[bytes]:
 def _jsonl(path: Path | Remote) -> Iterator[Lazy]:
     with _open(path) as lines:
         for number, raw in enumerate(lines, 1):
-            if number == 1:
-                raw = raw.removeprefix(_BOM)
-            line = raw.strip()
+            line = raw.removeprefix(_BOM).strip()  # files put together may have one in the middle
             if not line:
                 continue
             if line[:1] == b"[" and number == 1:
-                rest = raw + lines.read()
+                rest = raw.removeprefix(_BOM) + lines.read()
                 yield from (partial(_same, row) for row in _array(rest))
                 return
             yield partial(_json_line, number, line)
@@ -139,7 +139,10 @@ def _mend(value: Any) -> Any:
 
 def _not_utf8(number: int, line: bytes, problem: UnicodeDecodeError) -> Unreadable:
     around = line[max(0, problem.start - 20) : problem.start + 20].decode("utf-8", "replace")
-    return Unreadable(number, problem.start + 1, f"byte 0x{line[problem.start]:02x} is not UTF-8", around)
+    reason = f"byte 0x{line[problem.start]:02x} is not UTF-8"
+    if line[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in line[:64]:
+        reason += " (the file looks like UTF-16: iconv -f UTF-16 -t UTF-8)"
+    return Unreadable(number, problem.start + 1, reason, around)
 
 
 def _excerpt(text: str, at: int) -> str:
@@ -209,7 +212,7 @@ def _array(raw: bytes) -> Iterator[Row | Unreadable]:
 
 def _broken(text: str, at: int, reason: str) -> Unreadable:
     line = text.count("\n", 0, at) + 1
-    return Unreadable(line, at - text.rfind("\n", 0, at), reason, _excerpt(text, at))
+    return Unreadable(line, at - text.rfind("\n", 0, at), reason + _REST, _excerpt(text, at))
 
 
 def _csv(path: Path | Remote) -> Iterator[Row | Unreadable]:
@@ -219,7 +222,14 @@ def _csv(path: Path | Remote) -> Iterator[Row | Unreadable]:
     delimiter = "\t" if inner.suffix.lower() == ".tsv" else ","
     with _open(path) as raw:
         text = io.TextIOWrapper(raw, encoding="utf-8-sig", newline="")
-        rows = csv.reader(text, delimiter=delimiter, strict=True)
+        try:
+            first = text.readline()
+        except UnicodeDecodeError as problem:
+            yield Unreadable(1, 1, f"a byte of the file is not UTF-8 ({problem.reason}){_REST}", "")
+            return
+        if delimiter not in first:  # as spreadsheets write it where the comma is for decimals
+            delimiter = next((d for d in ";\t" if d in first), delimiter)
+        rows = csv.reader(chain([first], text), delimiter=delimiter, strict=True)
         header: list[str] | None = None
         before = 0
         while True:
@@ -228,10 +238,12 @@ def _csv(path: Path | Remote) -> Iterator[Row | Unreadable]:
             except StopIteration:
                 return
             except csv.Error as problem:
-                yield Unreadable(before + 1, 1, str(problem), "")
+                yield Unreadable(before + 1, 1, f"{problem}{_REST}", "")
                 return
             except UnicodeDecodeError as problem:
-                yield Unreadable(before + 1, 1, f"a byte after this line is not UTF-8 ({problem.reason})", "")
+                yield Unreadable(
+                    before + 1, 1, f"a byte after this line is not UTF-8 ({problem.reason}){_REST}", ""
+                )
                 return
             line, before = before + 1, rows.line_num
             if not any(cells):
@@ -310,7 +322,7 @@ def _text(path: Path | Remote) -> Iterator[Row | Unreadable]:
     """A text file is one document; a very long one is read in parts that end with a line."""
     line = 1
     with _open(path) as raw:
-        text = io.TextIOWrapper(raw, encoding="utf-8-sig")
+        text = io.TextIOWrapper(raw, encoding="utf-8-sig", newline="")  # line ends stay as they are
         try:
             part = text.read(TEXT_CHARACTERS)
             while part:
@@ -321,7 +333,7 @@ def _text(path: Path | Remote) -> Iterator[Row | Unreadable]:
                 line += part.count("\n")
                 part = after
         except UnicodeDecodeError as problem:
-            yield Unreadable(line, 1, f"a byte after this line is not UTF-8 ({problem.reason})", "")
+            yield Unreadable(line, 1, f"a byte after this line is not UTF-8 ({problem.reason}){_REST}", "")
 
 
 _READERS: dict[str, Callable[[Path | Remote], Iterator[Row | Unreadable]]] = {

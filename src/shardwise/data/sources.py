@@ -122,6 +122,15 @@ def _kind_or_error(path: Path) -> str:
     return kind
 
 
+def _split_of(name: str) -> str:
+    """`train`, `held out`, or nothing, by the word that a file's name begins with."""
+    first = re.match("[a-z]*", name.lower())
+    word = first[0] if first else ""
+    if word in ("test", "validation", "valid", "val", "dev", "eval"):
+        return "held out"
+    return "train" if word in ("train", "training") else ""
+
+
 def _folder(place: Path, name: str) -> tuple[list[DataFile], list[str]]:
     found, passed = [], []
     for path in sorted(place.rglob("*")):
@@ -133,6 +142,12 @@ def _folder(place: Path, name: str) -> tuple[list[DataFile], list[str]]:
             passed.append(str(inside))
         else:
             found.append(DataFile(path, kind, str(Path(name) / inside)))
+    splits = [_split_of(file.path.name) for file in found]
+    if (
+        "train" in splits
+    ):  # a folder as datasets are given out: its other splits are for measuring, not for training
+        passed += [f.name for f, split in zip(found, splits, strict=True) if split == "held out"]
+        found = [f for f, split in zip(found, splits, strict=True) if split != "held out"]
     if not found:
         raise DataError(
             f"folder '{name}' holds no data",

@@ -246,12 +246,13 @@ def _shared(folder: str, _: str, trust_remote_code: bool) -> Tokenizer:
 def fingerprint(folder: Path) -> str:
     """Hash of everything in a folder that changes tokens, and of the versions that read it."""
     found = hashlib.blake2b(digest_size=16)
-    for name in (*FILES, *sorted(p.name for p in folder.glob("*.tiktoken"))):
+    more = sorted(p.name for pattern in ("*.tiktoken", "*.py") for p in folder.glob(pattern))
+    for name in (*FILES, "config.json", *more):  # config.json says which kind of tokenizer it is
         path = folder / name
         if path.is_file():
             found.update(f"{name} {path.stat().st_size}\n".encode())
             found.update(path.read_bytes())
-    for package in ("transformers", "tokenizers"):
+    for package in ("transformers", "tokenizers", "jinja2"):
         try:
             found.update(f"{package} {metadata.version(package)}\n".encode())
         except metadata.PackageNotFoundError:
