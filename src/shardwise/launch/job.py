@@ -27,6 +27,7 @@ from shardwise.facts.weights import weights_digest
 from shardwise.launch import operators
 from shardwise.launch.attempts import attempts, tell
 from shardwise.launch.local import Failure
+from shardwise.launch.precision import Probe
 from shardwise.launch.space import require_space
 from shardwise.plan.model import DataFacts, Plan, fill_of
 from shardwise.plan.resolve import resolve
@@ -64,7 +65,12 @@ def decide(recipe: Recipe, progress: Progress | None = None) -> Job:
     folder = local_folder(recipe.model.source, recipe.model.revision)
     shape = read_model(str(folder))
     check(recipe, shape)
-    prepared = prepare_rows(recipe, folder, shape, progress)
+    probe = Probe(recipe)
+    try:
+        prepared = prepare_rows(recipe, folder, shape, progress)
+        probe.collect()
+    finally:
+        probe.stop()
     offer = as_offer("cpu" if recipe.engine.device == "cpu" else None)
     decided, plan = resolve(recipe, shape, offer, facts_of(prepared, recipe), situation())
     decided = _with_formats(decided)

@@ -10,6 +10,8 @@ from shardwise.estimate.stack import Stack
 from shardwise.facts.gpus import Offer
 from shardwise.facts.machine import detect_machine
 from shardwise.facts.model import ModelShape
+from shardwise.facts.precision import load_rates
+from shardwise.facts.versions import installed_versions
 from shardwise.plan.model import Choice, DataFacts, Plan, fill_of, planned_steps
 from shardwise.plan.question import engine_name
 from shardwise.plan.sharding import Chosen, choose, engine_section
@@ -144,7 +146,16 @@ def _length(recipe: Recipe, shape: ModelShape, data: DataFacts, made: _Choices) 
 
 
 def _precision(recipe: Recipe, offer: Offer, device: str, made: _Choices) -> Any:
-    if device == "cpu" and detect_machine().has_fast_bf16:
+    machine = detect_machine()
+    rates = load_rates(machine.threads, installed_versions().get("torch")) if device == "cpu" else None
+    if rates is not None:
+        value = rates.faster
+        why = (
+            f"measured here on {rates.measured} in {rates.seconds:.1f} s: products run at "
+            f"{rates.bf16_flops_per_second / 1e9:,.0f} GFLOP/s in bf16, "
+            f"{rates.fp32_flops_per_second / 1e9:,.0f} in fp32"
+        )
+    elif device == "cpu" and machine.has_fast_bf16:
         value, why = "bf16", "this processor has bf16 matrix instructions; fp32 master weights keep it exact"
     elif device == "cpu":
         value, why = "fp32", "this processor has no bf16 matrix instructions, without which fp32 is faster"

@@ -30,8 +30,12 @@ class Start(Event):
     device: str | None = None
     tokens: int | None = None  # of the whole run, as the model sees them
     trained_tokens: int | None = None
-    engine: Mapping[str, Any] | None = None  # what is live: class, stage, dtypes, mesh; compared with the recipe
-    kernels: Mapping[str, Any] | None = None  # counts: modules with a kernel by class; skipped: class -> why not
+    engine: Mapping[str, Any] | None = (
+        None  # what is live: class, stage, dtypes, mesh; compared with the recipe
+    )
+    kernels: Mapping[str, Any] | None = (
+        None  # counts: modules with a kernel by class; skipped: class -> why not
+    )
 
 
 class Step(Event):
