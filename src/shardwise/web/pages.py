@@ -12,6 +12,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from shardwise.errors import ShardwiseError, UnknownNameError
 from shardwise.report import run_html
+from shardwise.report.plan_table import seconds_range, usd_range
 from shardwise.runs.jsonfile import to_json
 
 ASSETS = files("shardwise.web") / "assets"
@@ -31,6 +32,7 @@ def environment() -> Environment:
             [PackageLoader("shardwise.web"), report.loader or PackageLoader("shardwise.report")]
         )
     )
+    made.globals.update(seconds_range=seconds_range, usd_range=usd_range)
     return made
 
 

@@ -15,7 +15,7 @@ from shardwise.plan.question import COUNTS, Answer
 from shardwise.plan.write import recipe_of
 from shardwise.recipe import dump_recipe
 from shardwise.report.plan_json import plan_json
-from shardwise.report.plan_text import recommendation, rule_of_thumb
+from shardwise.report.plan_text import assumptions, recommendation, rule_of_thumb
 from shardwise.web.library import Library
 from shardwise.web.pages import Json, page, wants_json
 from shardwise.web.plan_question import (
@@ -91,6 +91,7 @@ class PlanPages:
             "rows": rows,
             "term_names": term_names(rows),
             "rules": rule_of_thumb(found.question.shape),
+            "assumptions": assumptions(found),
             "recipe": recipe_text(found, controls),
             "command": command_of(controls),
             "link": _link(controls.changed()),

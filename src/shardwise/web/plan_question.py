@@ -10,8 +10,9 @@ from functools import lru_cache
 from shardwise.errors import UsageError, unknown_name
 from shardwise.facts.catalogue import known_models, named_shape
 from shardwise.facts.gpus import Offer, catalogue, find_gpu, load_prices, parse_offer
+from shardwise.facts.hub import read_hub_model
 from shardwise.facts.model import ModelShape, read_model
-from shardwise.plan.data_facts import facts_of_file
+from shardwise.launch.counting import count_rows
 from shardwise.plan.model import DataFacts
 from shardwise.plan.question import COUNTS, METHODS, Answer, Question
 from shardwise.plan.search import CHECKPOINTING, answer
@@ -119,7 +120,7 @@ def question(controls: Controls, on_disk: bool, offers: tuple[Offer, ...]) -> Qu
     return Question(
         shape=shape,
         prices=load_prices(),
-        data=_data(c),
+        data=_data(c, shape, length),
         epochs=_positive("epochs", c.epochs),
         methods=METHODS if c.method == ANY else (_one_of("method", c.method, METHODS),),
         offers=offers,
@@ -136,26 +137,27 @@ def question(controls: Controls, on_disk: bool, offers: tuple[Offer, ...]) -> Qu
 
 @lru_cache(maxsize=64)
 def shape_of(model: str, on_disk: bool) -> ModelShape:
-    """From the catalogue, or a folder the page was allowed to read; no host is asked.
+    """A folder the page was allowed to read, the catalogue's record, or what the hub says of another id.
 
-    One object per model: estimates of one shape are remembered by identity.
+    One object per model: estimates of one shape are remembered by identity. Raises the UsageError family.
     """
     if on_disk:
         return read_model(model)
     found = named_shape(model)
-    if found is None:
+    if found is not None:
+        return found
+    if model.count("/") != 1 or model.startswith((".", "/", "~")):
         close = unknown_name("model", model, known_models())
         raise UsageError(
-            close.what,
-            "it is not in the catalogue, and the page asks no other host",
-            f"{close.hint}; a local one: shardwise web --model FOLDER; any other: shardwise plan {model[:80]}",
-        )
-    return found
+            close.what, "it is no hub id and not in the catalogue",
+            f"{close.hint}; a folder of yours: shardwise web --model FOLDER",
+        )  # fmt: skip
+    return read_hub_model(model)  # ids only: never a path
 
 
-def _data(c: Controls) -> DataFacts:
-    if c.data:
-        return facts_of_file(c.data)[0]
+def _data(c: Controls, shape: ModelShape, length: int) -> DataFacts:
+    if c.data:  # counted as the command counts
+        return count_rows(c.model, None, shape, c.data, length, _positive("epochs", c.epochs))[0]
     if not c.tokens:
         return DataFacts()
     tokens = parse_count(c.tokens)
@@ -192,7 +194,7 @@ def command_of(controls: Controls) -> str:
     words = ["shardwise", "plan", c.model]
     flags = (
         ("--method", "" if c.method == ANY else c.method),
-        ("--gpus", c.offer_name or ""),
+        ("--gpus", c.offer_name or ANY),
         ("--data", c.data),
         ("--tokens", "" if c.data else c.tokens),
         ("--epochs", "" if c.epochs == "1" else c.epochs),

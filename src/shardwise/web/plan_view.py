@@ -39,7 +39,7 @@ class StackRow:
 
     @property
     def label(self) -> str:
-        return f"{self.method} with {self.engine}"
+        return self.method if self.engine == "single" else f"{self.method} with {self.engine}"
 
 
 def stack_rows(answer: Answer) -> list[StackRow]:

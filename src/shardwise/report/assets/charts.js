@@ -8,6 +8,7 @@
 
 const shardwise = (() => {
   const POWERS = Array.from({ length: 50 }, (_, i) => 2 ** i);
+  const STEPS = [1, 2, 5, 10, 20, 50].concat(Array.from({ length: 12 }, (_, i) => [1, 2, 5].map((m) => m * 10 ** (i + 2))).flat());
   const DASHES = [[], [7, 4], [2, 3], [10, 3, 2, 3], [4, 4], [12, 4]];
   /** @type {{plot: any, holder: HTMLElement, chart: Chart}[]} */
   let drawn = [];
@@ -48,7 +49,7 @@ const shardwise = (() => {
       scales: { x: { time: false }, y: { distr: chart.log ? 3 : 1 } },
       hooks: { setCursor: [(/** @type {any} */ u) => { if (u.cursor.left < 0) latest(u); }] },
       axes: [
-        { ...axis, values: (/** @type {any} */ _u, /** @type {number[]} */ ticks) => ticks.map((t) => t.toLocaleString("en")) },
+        { ...axis, incrs: STEPS, values: (/** @type {any} */ _u, /** @type {number[]} */ ticks) => ticks.map((t) => t.toLocaleString("en")) },
         { ...axis, size: 74, ...(chart.show === bytes ? { incrs: POWERS } : {}), values: (/** @type {any} */ _u, /** @type {(number|null)[]} */ ticks) => ticks.map((t) => (t === null ? "" : chart.show(t))) },
       ],
       series: [

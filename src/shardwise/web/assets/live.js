@@ -45,6 +45,7 @@ async function ask(path, sent) {
       if (state) { state.textContent = told.state; state.className = `state state-${told.state}`; }
       const choice = /** @type {HTMLSelectElement|null} */ (part("log-name"));
       if (choice) for (const log of told.logs) if (![...choice.options].some((o) => o.value === log)) choice.add(new Option(log));
+      if (choice?.options.length) for (const e of [choice, ...choice.labels]) e.hidden = false;
       const running = told.state === "running";
       /** @type {HTMLElement} */ (part("stop")).hidden = !running;
       if (running) /** @type {HTMLElement} */ (part("resume")).hidden = true;

@@ -24,12 +24,14 @@
     const answer = await fetch(`/plan/${name}?${question}`, { signal });
     const text = await answer.text();
     if (signal.aborted) return;
+    const arrived = performance.now();
     const open = [...part.querySelectorAll("details[open]")].map((d) => /** @type {HTMLElement} */ (d).dataset.key);
     // made by our own templates, which escape every value
     part.innerHTML = answer.ok ? text : "";
     if (!answer.ok) part.textContent = answer.status === 401 ? "the page was started anew: open its new address" : `no answer (${answer.status})`;
     for (const d of /** @type {NodeListOf<HTMLDetailsElement>} */ (part.querySelectorAll("details.stack"))) d.open = open.includes(d.dataset.key);
     place(part);
+    part.dataset.put = (performance.now() - arrived).toFixed(1);
   }
 
   async function redraw() {
@@ -85,9 +87,24 @@
       field.value = value;
     }
     sliders();
+    counts();
     redraw();
   }
 
+  /** A model's name is asked for once it is whole: a listed one, or one that was typed to the end.
+      @param {HTMLInputElement} box */
+  const whole = (box) => [...(box.list?.options ?? [])].some((o) => o.value === box.value);
+
+  /** Over the whole catalogue there is no number of GPUs to set. */
+  function counts() {
+    const any = /** @type {HTMLSelectElement} */ (document.getElementById("gpu")).value === "any";
+    for (const id of ["count", "count-slider"]) /** @type {HTMLInputElement} */ (document.getElementById(id)).disabled = any;
+  }
+
+  form.addEventListener("change", (event) => {
+    const box = /** @type {HTMLInputElement} */ (event.target);
+    if (box.id === "model" && !whole(box)) redraw();
+  });
   form.addEventListener("input", (event) => {
     const slider = /** @type {HTMLInputElement} */ (event.target);
     if (slider.type === "range") {
@@ -95,7 +112,8 @@
       box.value = (slider.dataset.values ?? "").split(" ")[Number(slider.value)];
     }
     sliders();
-    redraw();
+    counts();
+    if (slider.id !== "model" || whole(slider)) redraw();
   });
   form.addEventListener("submit", (event) => { event.preventDefault(); redraw(); });
 
@@ -123,5 +141,6 @@
   });
   addEventListener("popstate", () => location.reload());
   sliders();
+  counts();
   place(document.body);
 })();
