@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.data import Documents, Feed, Rows
-from shardwise.errors import DivergedError, Interrupted
+from shardwise.errors import DivergedError, Interrupted, RuleError
 from shardwise.recipe.schedule import learning_rate
 from shardwise.recipe.schema import Recipe
 from shardwise.runs import RunFolder
@@ -98,6 +98,12 @@ def train(job: Job, start: int, bar: Bar) -> Totals:
     mean: float | None = None
     held_out: float | None = None
 
+    if recipe.training.non_finite == "rollback" and recipe.data.streaming:
+        raise RuleError(
+            "training.non_finite is rollback and data.streaming is true",
+            "rows of a stream that have passed are not read again",
+            "use training.non_finite: skip, or stop and resume",
+        )
     first_steps = FirstSteps(engine, recipe)
     policy = Policy(recipe.training)
     step = start
@@ -109,7 +115,10 @@ def train(job: Job, start: int, bar: Bar) -> Totals:
             try:
                 mean, norm, stop = _update(job, step, rate, first_steps)
             except NotFiniteError as problem:
-                step, stop = _left_out(job, problem, policy)
+                back, stop = _left_out(job, problem, policy)
+                if back is not None:
+                    step = back
+                    continue
             else:
                 elapsed, used = time.perf_counter() - began, time.process_time() - used
                 job.watch.step_took(elapsed)
@@ -176,8 +185,8 @@ def _update(job: Job, step: int, rate: float, first_steps: FirstSteps) -> tuple[
     return mean, norm, stop
 
 
-def _left_out(job: Job, problem: NotFiniteError, policy: Policy) -> tuple[int, bool]:
-    """After a step without an update: (the last step that counts as done, whether a stop was asked for).
+def _left_out(job: Job, problem: NotFiniteError, policy: Policy) -> tuple[int | None, bool]:
+    """After a step without an update: (steps done, where the run has gone back; whether a stop was asked for).
 
     Raises the problem when the recipe wants that, or does not want any more of them.
     """
@@ -190,7 +199,7 @@ def _left_out(job: Job, problem: NotFiniteError, policy: Policy) -> tuple[int, b
     told += f"{job.recipe.training.non_finite_limit})"
     back = None
     if kind == "rollback":
-        kept = job.run.checkpoints()
+        kept = [c for c in job.run.checkpoints() if c.step <= step]
         if not kept:
             raise DivergedError(problem.what, "there is no checkpoint yet to go back to", problem.hint)
         back = kept[-1].step
@@ -201,7 +210,7 @@ def _left_out(job: Job, problem: NotFiniteError, policy: Policy) -> tuple[int, b
         print(f"warning: {told}", file=sys.stderr, flush=True)
         if back is not None:
             job.run.event("resume", step=back, path=str(job.run.checkpoint_path(back)))
-    return (step if back is None else back - 1), stop
+    return back, stop
 
 
 def _log_step(
