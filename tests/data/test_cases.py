@@ -12,6 +12,7 @@ from shardwise.data import Prepared, make_order, render_prompt
 from shardwise.data.streaming import stream_steps
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer
 from shardwise.errors import DataError, RecipeError
+from shardwise.plan.model import planned_steps
 from shardwise.recipe import parse_recipe
 from shardwise.recipe.schedule import learning_rate
 
@@ -223,6 +224,8 @@ def test_d19_nothing_left_to_train_on_is_refused_with_both_numbers(run: Run) -> 
         with pytest.raises(DataError) as refused:
             run(rows, validation=asked)
         assert str(asked) in refused.value.what and "10 rows" in refused.value.why
+    with pytest.raises(RecipeError, match=r"1\.0: a share lies between 0 and 1; write 1 without"):
+        run(rows, validation=1.0)
     single = run(file("one_row.jsonl"), validation=0.1)
     assert single.validation is None and single.report.rows_train == 1
     assert "leaves nothing to train on" in single.report.validation
@@ -235,6 +238,9 @@ def test_d20_a_small_set_still_has_a_step(run: Run) -> None:
     five = run([chat(f"q{i}", "a") for i in range(5)], sequence_length=2048)
     packed = make_order(five.train, sequence_length=2048, packing=True, global_batch_size=4, epochs=3)
     assert packed.steps == 3 and sorted(packed.step(0)[0]) == [0, 1, 2, 3, 4]
+    assert (
+        planned_steps(8, 16, 1.0, None) == 1 and planned_steps(1, 4, 3.0, None) == 3
+    )  # where it is estimated
 
 
 def test_d21_the_whole_shared_beginning_of_a_preference_pair_is_its_prompt(run: Run) -> None:

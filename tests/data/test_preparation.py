@@ -1,7 +1,11 @@
 """Preparation: cached by everything that changes tokens, goes on after a break, loses no row and no token."""
 
 import json
+import os
 import pickle
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -263,3 +267,64 @@ def test_models_without_tokenizer_or_template_and_unwritable_caches(run: Run, tm
 
 def test_prepare_is_the_documented_door() -> None:
     assert prepare.__module__ == "shardwise.data.preparation"
+
+
+def test_a_large_file_is_read_once_for_its_key_and_again_when_it_changed(
+    run: Run, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(build, "LARGE_BYTES", 1)
+    path = write_rows(tmp_path / "a.jsonl", [chat("q", "a")])
+    young = run(str(path)).cache_key
+    assert not (tmp_path / "cache" / "data" / "files").exists()  # it may still be written
+    os.utime(path, (1_000_000, 1_000_000))
+    assert run(str(path)).cache_key == young
+    (note,) = (tmp_path / "cache" / "data" / "files").iterdir()
+    note.write_text("remembered")
+    assert run(str(path)).cache_key != young  # what is remembered is used
+    path.write_text(path.read_text().replace('"q"', '"r"'))
+    os.utime(path, (1_000_001, 1_000_001))
+    assert run(str(path)).cache_key not in (young, "remembered")
+    assert len(list((tmp_path / "cache" / "data" / "files").iterdir())) == 2
+
+
+PREPARE = """
+import json, os, signal, sys
+from pathlib import Path
+from shardwise.data import build, prepare
+from shardwise.data.identity import rows_digest
+from shardwise.recipe import parse_recipe
+
+build.BATCH, build.JOURNAL_SECONDS = 16, 0.0
+model, source, cache, stop = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
+batches = 0
+
+def progress(phase, done, total):
+    global batches
+    batches += 1
+    if stop and done >= stop:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+data = parse_recipe(json.dumps({"model": "x", "data": {"train": source, "validation": 0}})).data
+found = prepare(data, model, cache=Path(cache), progress=progress)
+print(json.dumps([rows_digest(found.train), batches, found.report.rows_read]))
+"""
+
+
+def test_a_killed_preparation_goes_on_in_one_of_two_processes_and_the_other_waits(
+    toy: Path, tmp_path: Path
+) -> None:
+    source = write_rows(tmp_path / "a.jsonl", [chat(f"q{i}", "a" * (i % 7 + 1)) for i in range(400)])
+
+    def start(cache: str, stop: int = 0) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", PREPARE, str(toy), str(source), str(tmp_path / cache), str(stop)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    whole, killed = start("whole"), start("shared", stop=208)
+    expected = json.loads(whole.communicate(timeout=120)[0])
+    assert killed.wait(timeout=120) == -signal.SIGKILL and expected[1] == 25
+    both = [start("shared"), start("shared")]
+    found = [json.loads(process.communicate(timeout=120)[0]) for process in both]
+    assert [digest for digest, _, _ in found] == [expected[0]] * 2
+    assert [read for _, _, read in found] == [400, 400]
+    assert sorted(batches for _, batches, _ in found)[0] == 0  # one of them found everything done
+    assert 12 <= sum(batches for _, batches, _ in found) <= 14  # and the other only what was left

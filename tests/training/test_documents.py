@@ -66,7 +66,7 @@ def logits(module: LossModel, batch: MicroBatch) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_packed_loss_is_the_sum_of_documents(family: str) -> None:
+def test_d07_packed_loss_is_the_sum_of_documents(family: str) -> None:
     """Also the check that our head equals the family's own: the expected value comes from its logits."""
     module = LossModel(tiny(family), "chunked").eval()
     documents = [document(9, 1), document(14, 2), document(3, 3)]
@@ -112,7 +112,7 @@ def test_d07_changing_one_document_changes_no_logit_of_another(family: str, back
     assert (one[8:19] - alone).abs().max() < 1e-4
 
 
-def test_positions_restart_and_first_labels_are_masked() -> None:
+def test_d07_positions_restart_and_first_labels_are_masked() -> None:
     batch = pack_documents([document(3, 1), document(4, 2)])
     assert batch.position_ids[0].tolist() == [0, 1, 2, 0, 1, 2, 3]
     ids = np.arange(3, dtype=np.int32)

@@ -5,6 +5,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -21,6 +22,7 @@ from shardwise.errors import DataError
 
 BATCH = 512  # rows encoded together
 JOURNAL_SECONDS = 2.0
+LARGE_BYTES, RESTED_SECONDS = 256 * 2**20, 10.0
 EXAMPLES = 20  # places kept for each reason
 _PEEK = 200
 
@@ -122,14 +124,37 @@ def find_part(path: str, format: str, fetch: bool = True) -> Part:
     return Part(path, tuple(files), next(iter(seen), "text"), tuple(passed))
 
 
-def digest_of(files: Sequence[DataFile]) -> str:
-    """Hash of names and contents."""
+def digest_of(files: Sequence[DataFile], memory: Path) -> str:
+    """Hash of names and contents. Hashes of large files are kept in the folder `memory`, see `_content`."""
     found = hashlib.blake2b(digest_size=16)
     for file in files:
-        found.update(f"{file.name} {file.kind}\n".encode())
-        with file.path.open("rb") as raw:
-            while block := raw.read(2**22):
-                found.update(block)
+        found.update(f"{file.name} {file.kind} {_content(file, memory)}\n".encode())
+    return found.hexdigest()
+
+
+def _content(file: DataFile, memory: Path) -> str:
+    """Hash of a file's content.
+
+    Every rank asks for it, and 100 GB take minutes to read. So that of a large file is remembered with the file's
+    size, time and inode, once it has rested for a while: a change right after looking could have the same time.
+    """
+    assert isinstance(file.path, Path)
+    fact = file.path.stat()
+    rests = fact.st_size >= LARGE_BYTES and time.time() - fact.st_mtime > RESTED_SECONDS
+    state = [str(file.path.resolve()), fact.st_size, fact.st_mtime_ns, fact.st_ino, fact.st_dev]
+    note = memory / f"{hashlib.blake2b(json.dumps(state).encode(), digest_size=16).hexdigest()}.txt"
+    if rests and note.exists():
+        return note.read_text(encoding="ascii")
+    found = hashlib.blake2b(digest_size=16)
+    with file.path.open("rb") as raw:
+        while block := raw.read(2**22):
+            found.update(block)
+    if rests:
+        with suppress(OSError):  # a cache that cannot be written is told when rows are to be kept
+            memory.mkdir(parents=True, exist_ok=True)
+            fresh = note.with_name(f"{note.name}.{os.getpid()}")
+            fresh.write_text(found.hexdigest(), encoding="ascii")
+            os.replace(fresh, note)
     return found.hexdigest()
 
 

@@ -26,7 +26,7 @@ from shardwise.recipe.schema import Data, Source
 if TYPE_CHECKING:
     from shardwise.data.stream import StreamSpec
 
-VERSION = 2  # of everything here that changes tokens; part of the cache key
+VERSION = 3  # of everything here that changes tokens; part of the cache key
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +91,7 @@ def prepare(
     def stored(sources: Sequence[Source]) -> tuple[list[Part], Store, Account, str]:
         parts = [find_part(s.path, s.format) for s in sources]
         refuse_preference(parts)
-        text = json.dumps([*key, [(p.format, digest_of(p.files)) for p in parts]])
+        text = json.dumps([*key, [(p.format, digest_of(p.files, cache / "files")) for p in parts]])
         name = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
         chats = any(p.format in ("messages", "sharegpt") for p in parts) or chat_template is not None
         spec = EncoderSpec(folder, chat_template, chats, data.train_on, trust_remote_code)
