@@ -57,6 +57,15 @@ def test_html_stands_alone_and_escapes_rows(check: Any, tmp_path: Path) -> None:
     assert "<mark>a&lt;|im_end|&gt;</mark>" in page and "http" not in page.replace("http-equiv", "")
 
 
+def test_a_stream_is_looked_at_by_its_first_rows(check: Any, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "x.jsonl", [chat(f"q{i}", "a") for i in range(300)] + [{"messages": []}])
+    code, out, _ = check(str(rows), "--streaming")
+    text = " ".join(out.split())
+    assert code == 0 and "256 read = 256 to train on" in text
+    assert "read during the run and never kept" in text
+    assert not (tmp_path / "cache" / "data").exists()
+
+
 def test_answers_without_a_label_are_counted(check: Any, tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "x.jsonl", [chat("q", "one", "r", "two", "s", "three"), chat("q", "a")])
     (tmp_path / "t.jinja").write_text(THINKING)

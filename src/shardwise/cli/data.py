@@ -1,6 +1,7 @@
 """`shardwise data`: look at a data set before training on it."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,9 @@ def data() -> None:
 )
 @click.option("--train-on", type=click.Choice(["assistant", "all"]), default="assistant", show_default=True)
 @click.option("--no-packing", is_flag=True, help="One row per sequence.")
+@click.option(
+    "--streaming", is_flag=True, help="Look at the first rows of each source only; fetch and keep nothing."
+)
 @click.option("--chat-template", help="A Jinja file, or chatml, gemma, llama3, mistral, qwen, zephyr.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the split.")
 @click.option("--rows", type=click.IntRange(min=0), default=3, show_default=True, help="Rows to show.")
@@ -46,6 +50,7 @@ def check(
     overlong: str,
     train_on: str,
     no_packing: bool,
+    streaming: bool,
     chat_template: str | None,
     seed: int,
     rows: int,
@@ -67,6 +72,7 @@ def check(
         "overlong": overlong,
         "train_on": train_on,
         "packing": not no_packing,
+        "streaming": streaming,
     }
     if sequence_length is not None:
         settings["sequence_length"] = sequence_length
@@ -113,11 +119,19 @@ def _data(settings: dict[str, Any]) -> "Data":
 
     from ruamel.yaml import YAML
 
+    from shardwise.errors import RecipeError
     from shardwise.recipe.load import parse_recipe
 
     text = StringIO()
-    YAML().dump({"model": "-", "data": settings}, text)
-    return parse_recipe(text.getvalue(), "command line").data
+    tree = {"model": "-", "data": settings, "training": {"max_steps": 1}}  # a stream needs an end
+    YAML().dump(tree, text)
+    try:
+        return parse_recipe(text.getvalue(), "command line").data
+    except RecipeError as problem:  # the lines of a file that nobody wrote say nothing
+        what, why = (
+            re.sub(r"command line, line \d+", "command line", t) for t in (problem.what, problem.why)
+        )
+        raise RecipeError(what, why, problem.hint) from None
 
 
 def _number(text: str) -> int | float | str:

@@ -119,7 +119,7 @@ def check_pairs(parts: Sequence[Part]) -> PairCheck:
 
 def preference_parts(data: Data) -> list[Part]:
     """The sources of `data` when all of them hold preference pairs; else nothing."""
-    parts = [find_part(s.path, s.format) for s in data.train]
+    parts = [find_part(s.path, s.format, not data.streaming) for s in data.train]
     return parts if all(p.format == "preference" for p in parts) else []
 
 

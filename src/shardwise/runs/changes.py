@@ -42,6 +42,8 @@ MEANING = {
     "training.global_batch_size": "steps done were counted in batches of the old size",
     "data.sequence_length": "steps done were counted in sequences of the old length",
     "data.packing": "steps done were counted in sequences packed the old way",
+    "data.streaming": "rows come in another order",
+    "data.buffer_rows": "steps done were counted in sequences packed the old way",
 }
 
 
@@ -127,6 +129,8 @@ def _idle(field: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     """Whether a difference concerns nothing that this run uses."""
     if field.startswith("lora."):
         return old.get("method") == "full" == new.get("method")
+    if field == "data.buffer_rows":
+        return not new.get("data.streaming")
     if field.startswith("quantization.") or field == "versions.bitsandbytes":
         eight_bit = "8bit" in str(new.get("optimizer.name"))
         return new.get("method") != "qlora" and not (eight_bit and field.startswith("versions"))

@@ -71,7 +71,9 @@ def held_out(recipe: Recipe, folder: ModelFolder, data: str | None) -> Rows:
     """The run's held-out rows, or those of another file, prepared as the run's were. Raises DataError without any."""
     section = recipe.data
     if data is not None:
-        section = section.model_copy(update={"train": (Source(path=data),), "validation": 0})
+        section = section.model_copy(
+            update={"train": (Source(path=data),), "validation": 0, "streaming": False}
+        )
     prepared = prepared_rows(folder, section)
     rows = prepared.train if data is not None else prepared.validation
     if rows is None or len(rows) == 0:
