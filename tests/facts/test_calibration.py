@@ -67,6 +67,25 @@ def test_a_card_keeps_the_vendor_s_peak_and_takes_the_measured_share() -> None:
     assert after.sustained == pytest.approx(2.5e14 / 312e12)
 
 
+def test_measured_links_and_disk_replace_those_of_data_sheets() -> None:
+    import platform
+
+    from shardwise.facts.gpus import find_gpu
+
+    gpu = find_gpu("A100-80GB")
+    rates = {"fp32": 1e13, "bf16": 2.5e14}
+    save_calibration(
+        Calibration(
+            platform.node(), "cuda", 8, rates, 1.6e12, 4e-6, 0, "d", disk_write_bytes_per_second=1e9,
+            disk_read_bytes_per_second=2e9, host_bytes_per_second=17e9, link_bytes_per_second=170e9,
+        )
+    )  # fmt: skip
+    after = calibrated(gpu, 8)
+    assert (after.disk_read_bytes_per_second, after.disk_write_bytes_per_second) == (2e9, 1e9)
+    assert after.pcie.bytes_per_second == pytest.approx(20e9)
+    assert after.link.bytes_per_second == pytest.approx(200e9)
+
+
 def test_threads_follow_omp_num_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert detect_machine().threads == 1

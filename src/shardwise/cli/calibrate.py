@@ -12,7 +12,10 @@ import click
     "--forget", is_flag=True, help="Delete what was measured, finished runs too: plan from data sheets again."
 )
 def calibrate(forget: bool) -> None:
-    """Measure matrix products, memory bandwidth and host speed of this machine; about twenty seconds."""
+    """Measure matrix products, bandwidth, links, disk and host speed of this machine; less than a minute.
+
+    Finished runs add to it by themselves.
+    """
     from shardwise.errors import MissingDependencyError, RunError
     from shardwise.facts.calibration import Calibration, calibration_path, save_calibration
     from shardwise.facts.experience import experience_path
@@ -41,6 +44,14 @@ def calibrate(forget: bool) -> None:
     for precision, rate in found.matrix_flops_per_second.items():
         click.echo(f"matrix      {rate / 1e12:.2f} TFLOP/s in {precision}")
     click.echo(f"bandwidth   {format_bytes(found.bandwidth_bytes_per_second)}/s")
+    for name, speed in (
+        ("disk write", found.disk_write_bytes_per_second),
+        ("disk read", found.disk_read_bytes_per_second),
+        ("host to GPU", found.host_bytes_per_second),
+        ("GPU to GPU", found.link_bytes_per_second),
+    ):
+        if speed is not None:
+            click.echo(f"{name:11} {format_bytes(speed)}/s")
     click.echo(f"operation   {found.op_seconds * 1e6:.1f} us to issue one")
     cores = detect_machine().cores
     if found.busy > 0.5 * cores:

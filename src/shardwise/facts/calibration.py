@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +15,8 @@ class Calibration:
     """What one device of this machine really reaches. `busy` is the load of the machine while it was measured.
 
     `matrix_flops_per_second` by precision: large products as a training step has them. `op_seconds`: time the host
-    needs to issue one small operation.
+    needs to issue one small operation. The disk is that of the folder where it was measured; `host_bytes_per_second`
+    goes from pinned memory to a GPU, `link_bytes_per_second` from one GPU to the next. None: there is none.
     """
 
     host: str
@@ -26,6 +27,10 @@ class Calibration:
     op_seconds: float
     busy: float
     measured: str  # date
+    disk_write_bytes_per_second: float | None = None
+    disk_read_bytes_per_second: float | None = None
+    host_bytes_per_second: float | None = None
+    link_bytes_per_second: float | None = None
     version: int = VERSION
 
 

@@ -13,6 +13,8 @@ from shardwise.facts.experience import experience_of
 from shardwise.facts.gpus import Gpu, Link, Offer, catalogue, find_gpu, parse_offer
 
 _GHZ_UNKNOWN = 2.5
+# Share of a link's rate that one large copy reaches; links are kept as vendors state them.
+COPY_SHARE = 0.85
 # A model's own Python around each operation (modules, hooks, checks) takes about twice the bare operation.
 _PYTHON = 3.0
 # Matrix FLOPs per core and cycle: two fused multiply-add units of that width (Agner Fog's tables). Processors
@@ -129,8 +131,13 @@ def _with_rates(gpu: Gpu, threads: int) -> Gpu:
     rates = gpu.flops_per_second
     if gpu.kind != "cuda":  # where peaks are guesses, the measured rates replace them
         rates = {p: found.matrix_flops_per_second[p] for p in rates if p in found.matrix_flops_per_second}
+    pcie, link = found.host_bytes_per_second, found.link_bytes_per_second
     return replace(
         gpu,
+        pcie=gpu.pcie if pcie is None else replace(gpu.pcie, bytes_per_second=pcie / COPY_SHARE),
+        link=gpu.link if link is None else replace(gpu.link, bytes_per_second=link / COPY_SHARE),
+        disk_read_bytes_per_second=found.disk_read_bytes_per_second or gpu.disk_read_bytes_per_second,
+        disk_write_bytes_per_second=found.disk_write_bytes_per_second or gpu.disk_write_bytes_per_second,
         flops_per_second=rates,
         sustained=rate / gpu.peak_flops(precision) if gpu.kind == "cuda" else 1.0,
         bandwidth_bytes_per_second=found.bandwidth_bytes_per_second

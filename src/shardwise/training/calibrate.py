@@ -1,19 +1,23 @@
 """Measure what this machine's device reaches: `python -m shardwise.training.calibrate` prints it as JSON.
 
-Three rates that the time estimate otherwise takes from data sheets: matrix products, memory bandwidth, and the
-time the host needs to issue an operation. About twenty seconds.
+Rates that the time estimate otherwise takes from data sheets: matrix products, memory bandwidth, the time the host
+needs to issue an operation, the disk of the current folder, and on GPUs the way to the host and to the next GPU. Less
+than a minute.
 """
 
 import json
 import os
 import platform
+import tempfile
 import time
 from collections.abc import Callable
 from datetime import date
+from pathlib import Path
 
 import torch
 
 _SECONDS = 1.5  # per measurement
+_BLOCK, _MOST_BLOCKS = 2**23, 128  # of the disk's test file: 1 GiB at most
 # (rows, in, out) of the products: a small model's layer on a processor, a 7B model's on a GPU.
 _SMALL = ((1024, 576, 1536), (1024, 1536, 576), (1024, 1024, 1024))
 _LARGE = ((8192, 4096, 11008), (8192, 4096, 4096))
@@ -34,6 +38,8 @@ def measure() -> dict[str, object]:
         },
         "bandwidth_bytes_per_second": _bandwidth(device),
         "op_seconds": _operation(device),
+        **_disk(Path.cwd()),
+        **_links(device),
         "busy": load,
         "measured": date.today().isoformat(),
     }
@@ -77,6 +83,53 @@ def _operation(device: str) -> float:
             y = y * 1.5
 
     return _repeat(chain, device) / 500
+
+
+def _disk(folder: Path) -> dict[str, float | None]:
+    """Sequential rates of the disk below a folder, past the system's cache; None where they cannot be had."""
+    block, blocks = os.urandom(_BLOCK), 0
+    unknown = {"disk_write_bytes_per_second": None, "disk_read_bytes_per_second": None}
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".shardwise-disk-") as file:
+            start = time.perf_counter()
+            while blocks < _MOST_BLOCKS and time.perf_counter() - start < 2 * _SECONDS:
+                file.write(block)
+                blocks += 1
+            file.flush()
+            os.fsync(file.fileno())
+            written = blocks * _BLOCK / (time.perf_counter() - start)
+            if not hasattr(os, "posix_fadvise"):
+                return {**unknown, "disk_write_bytes_per_second": written}
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            start, size = time.perf_counter(), 0
+            os.lseek(file.fileno(), 0, os.SEEK_SET)
+            while part := os.read(file.fileno(), _BLOCK):
+                size += len(part)
+            read = size / (time.perf_counter() - start)
+    except OSError:  # not writable, or full
+        return {**unknown}
+    return {"disk_write_bytes_per_second": written, "disk_read_bytes_per_second": read}
+
+
+def _links(device: str) -> dict[str, float | None]:
+    """Bytes per second from pinned host memory to a GPU, and from one GPU to the next; None where there is none."""
+    if device != "cuda":
+        return {"host_bytes_per_second": None, "link_bytes_per_second": None}
+    size = 2**28
+    here = torch.empty(size, dtype=torch.uint8, device="cuda:0")
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    found: dict[str, float | None] = {
+        "host_bytes_per_second": size / _repeat(lambda: _copy(here, host), device),
+        "link_bytes_per_second": None,
+    }
+    if torch.cuda.device_count() > 1:
+        there = torch.empty(size, dtype=torch.uint8, device="cuda:1")
+        found["link_bytes_per_second"] = size / _repeat(lambda: _copy(there, here), device)
+    return found
+
+
+def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
+    to.copy_(source, non_blocking=True)
 
 
 def _repeat(work: Callable[[], None], device: str) -> float:
