@@ -32,8 +32,8 @@ CASES: dict[str, dict[str, Any]] = {
     "full-muon": {"method": "full", "optimizer": {"name": "muon"}},
     "full-adamw-8bit": {"method": "full", "optimizer": {"name": "adamw_8bit"}},
 }
-# bf16 products differ between processors, and Muon's iteration runs in bf16
-LOOSE = {"full-bf16": 5e-3, "full-muon": 1e-3, "full-adamw-8bit": 1e-3, "qlora-fp32": 1e-4}
+# bf16 products differ between processors, and so do rounded codes of 8 and 4 bits
+LOOSE = {"full-bf16": 5e-3, "full-adamw-8bit": 1e-3, "qlora-fp32": 1e-4}
 
 
 def losses(name: str, folder: Path) -> list[float]:

@@ -1,26 +1,47 @@
-"""What a rank imports before its first step: seconds that every run waits for."""
+"""What a rank does before it meets the others."""
 
-import subprocess
-import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-RANK = """
-import sys
-import shardwise.training.main
-early = [m for m in ("peft", "bitsandbytes", "deepspeed", "datasets") if m in sys.modules]
-assert not early, early
-from shardwise.training.adapters.peft_import import import_peft
-import_peft(quantised={quantised})
-import peft, peft.tuners.lora
-print("bitsandbytes" in sys.modules)
-import bitsandbytes
-"""
+from shardwise.launch.job import decide
+from shardwise.recipe import dump_recipe, parse_recipe
+from shardwise.runs import create_run
+from shardwise.training import main as rank
+from shardwise.training.engines.protocol import Ranks
+from shardwise.training.loop import Stop
 
 
-@pytest.mark.parametrize("quantised", [False, True])
-def test_a_rank_imports_bitsandbytes_only_for_quantised_bases(quantised: bool) -> None:
-    code = RANK.format(quantised=quantised)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split()[-1] == str(quantised)
+class Met(Exception):
+    pass
+
+
+def test_r01_rows_are_ready_before_a_rank_waits_for_the_others(
+    tmp_path: Path, tiny_model: Path, chat_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long preparation takes, no collective with a time limit is waiting meanwhile."""
+    recipe = parse_recipe(
+        f"model: {tiny_model}\ndata: {{train: {chat_file}, validation: 4, sequence_length: 64}}\n"
+        "training: {max_steps: 2, global_batch_size: 4, micro_batch_size: 1, precision: fp32}\n"
+        "engine: {name: ddp, device: cpu, processes: 2}\n"
+    )
+    run = create_run(tmp_path, "run", dump_recipe(decide(recipe).recipe), {})
+    order: list[str] = []
+    real = rank.prepared_rows
+
+    def rows(*arguments: Any) -> Any:
+        found = real(*arguments)
+        order.append("rows")
+        return found
+
+    def meet(*_: Any, **__: Any) -> None:
+        order.append("group")
+        raise Met
+
+    monkeypatch.setattr(rank, "prepared_rows", rows)
+    monkeypatch.setattr(rank.dist, "init_process_group", meet)
+    with pytest.raises(Met):
+        rank.rank_main(run, Ranks(1, 2, 1), Stop(), resume=False)
+    run.release()
+    assert order == ["rows", "group"]

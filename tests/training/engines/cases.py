@@ -1,5 +1,6 @@
 """What the contract is checked on: engine -> cases, each with the tolerance it must keep against `single`."""
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,9 @@ class Case:
     training: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
     real: bool = False  # SmolLM2-135M instead of a tiny Llama, two steps instead of 20
+    long: bool = (
+        False  # only with SHARDWISE_LONG_TESTS: what costs half a minute and another engine's case shows
+    )
 
     @property
     def steps(self) -> int:
@@ -65,6 +69,7 @@ def _zero(name: str, section: dict[str, Any], **options: Any) -> Case:
 
 BF16: dict[str, Any] = {"precision": "bf16", "loss": 5e-3, "weights": 5e-3}
 SGD = {"name": "sgd", "learning_rate": 0.1}
+REAL_SGD = {"name": "sgd", "learning_rate": 0.5}
 # Not the same mathematics: a sum that rounds otherwise may be stored as the code beside, and blocks of 256 elements
 # begin where a shard begins.
 EIGHT_BIT = {"name": "adamw_8bit"}
@@ -73,7 +78,7 @@ OFFLOAD = {"offload_optimizer": "cpu"}
 SPLIT = {"zero_stage": 3, "param_persistence_threshold": 0}
 NVME = {**SPLIT, "offload_optimizer": "nvme", "offload_parameters": "nvme", "nvme_path": "nvme"}
 
-CASES = {
+_EVERY = {
     "ddp": (
         _ddp("ddp-full"),
         _ddp("ddp-full-bf16", **BF16),
@@ -83,6 +88,8 @@ CASES = {
         _ddp("ddp-qlora", method="qlora"),
         _ddp("ddp-full-checkpointing", training={"activation_checkpointing": "full", "loss": "full"}),
         _ddp("ddp-lora-smollm2", method="lora", real=True),
+        _ddp("ddp-full-smollm2", real=True, long=True, optimizer=REAL_SGD),
+        _ddp("ddp-qlora-smollm2", method="qlora", real=True),
         _ddp("ddp-full-sgd", optimizer=SGD),
         _ddp("ddp-full-adafactor", optimizer={"name": "adafactor"}),
         _ddp("ddp-full-muon", optimizer={"name": "muon"}),
@@ -101,6 +108,8 @@ CASES = {
         _fsdp2("fsdp2-lora-rslora-bf16", method="lora", lora={"rslora": True}, **BF16),
         _fsdp2("fsdp2-qlora", method="qlora"),
         _fsdp2("fsdp2-lora-smollm2", method="lora", real=True),
+        _fsdp2("fsdp2-full-smollm2", real=True, optimizer=REAL_SGD),
+        _fsdp2("fsdp2-qlora-smollm2", method="qlora", real=True, long=True),
         _fsdp2("fsdp2-lora-dora", method="lora", lora={"dora": True}),
         _fsdp2("fsdp2-full-compile", training={"compile": True}),
         _fsdp2("fsdp2-full-sgd", optimizer=SGD),
@@ -123,8 +132,13 @@ CASES = {
         _zero("zero3-lora", SPLIT, method="lora"),
         _zero("zero2-qlora", {"zero_stage": 2}, method="qlora"),
         _zero("zero3-lora-smollm2", {"zero_stage": 3}, method="lora", real=True),
+        _zero("zero3-full-smollm2", {"zero_stage": 3}, real=True, long=True, optimizer=REAL_SGD),
+        _zero("zero2-qlora-smollm2", {"zero_stage": 2}, method="qlora", real=True, long=True),
         _zero("zero3-lora-dora", SPLIT, method="lora", lora={"dora": True}),
         _zero("zero2-full-sgd", {"zero_stage": 2}, optimizer=SGD),
         _zero("zero3-full-sgd-offload", {**SPLIT, **OFFLOAD, "offload_parameters": "cpu"}, optimizer=SGD),
     ),
 }
+
+LONG = bool(os.environ.get("SHARDWISE_LONG_TESTS"))
+CASES = {engine: tuple(c for c in cases if LONG or not c.long) for engine, cases in _EVERY.items()}

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import toy
 from cases import CASES, Case
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from shardwise.runs import RunFolder
@@ -128,6 +129,7 @@ def compare(
             abs(a - b) / abs(b) for a, b in zip(found["short_again"], found["short"], strict=True)
         ),
         "exported": abs(exported_loss(target, case, model) - found["after"]) / found["after"],
+        "export_wrong": export_wrong(target, case, model, found["weights"]),
         "losses": ours.losses,
         "reference_losses": theirs.losses,
         "facts": found["facts"],
@@ -137,6 +139,28 @@ def compare(
         "bytes": found["bytes"],
         "reference_bytes": expected["bytes"],
     }
+
+
+def export_wrong(target: Path, case: Case, model: Path, weights: dict[str, torch.Tensor]) -> list[str]:
+    """What is wrong with the exported tensors: names, shapes of the base, emptiness, values (C06)."""
+    written = {k: v for file in target.glob("*.safetensors") for k, v in load_file(file).items()}
+    expected = {
+        name.replace("vector.default.weight", "vector").replace(".default.", "."): tensor
+        for name, tensor in weights.items()
+    }
+    wrong = sorted(written.keys() ^ expected.keys())
+    for name in written.keys() & expected.keys():
+        tensor, ours = written[name], expected[name]
+        if (
+            tensor.numel() == 0
+            or tensor.shape != ours.shape
+            or not torch.equal(tensor, ours.to(tensor.dtype))
+        ):
+            wrong.append(f"{name}: {tuple(tensor.shape)} for {tuple(ours.shape)}")
+    if case.method == "full":
+        base = {k: v.shape for file in model.glob("*.safetensors") for k, v in load_file(file).items()}
+        wrong += [k for k, v in written.items() if base.get(k) != v.shape]
+    return wrong
 
 
 def exported_loss(target: Path, case: Case, model: Path) -> float:

@@ -98,6 +98,7 @@ def test_save_and_load_continue_exactly(case: Case, results: Any) -> None:
 
 def test_the_export_is_the_model_in_plain_libraries(case: Case, results: Any) -> None:
     """transformers or PEFT load it and get the engine's loss; bf16 files hold rounded masters (C06, L17)."""
+    assert results(case)["export_wrong"] == []
     assert results(case)["exported"] <= (1e-6 if case.precision == "fp32" else 2e-3)
 
 
