@@ -19,7 +19,7 @@ def trace(
     """Record one optimizer step of RECIPE on fake tensors: live bytes per phase and term.
 
     Nothing is downloaded, no weights are read, no GPU is needed; the model's config must be in a local folder.
-    Engines single and fsdp2 are traced; ddp and deepspeed have a formula (shardwise plan).
+    Engines are the real ones, with ranks that are not there; of ddp the reducer is a stand-in.
     """
     from shardwise.recipe import load_recipe
     from shardwise.training.trace.report import trace_json, trace_recipe, trace_text

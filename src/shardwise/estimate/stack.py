@@ -25,6 +25,7 @@ class Stack:
     micro_batch_size: int = 1
     sequence_length: int = 2048
     labelled_tokens: int | None = None  # of the micro-batch with most; None: every token has a label
+    documents: int | None = None  # in the fullest micro-batch; None: not known, more than one
     gradient_accumulation_steps: int = 1
     precision: Literal["bf16", "fp32"] = "bf16"  # of compute
     master_weights: bool = True  # fp32 copies of trained bf16 weights

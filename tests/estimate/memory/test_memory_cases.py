@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.estimate.memory.formula import around, estimate_memory
+from shardwise.estimate.memory.around import around
+from shardwise.estimate.memory.formula import estimate_memory
 from shardwise.estimate.memory.host import loading_bytes_per_node, pinned_bytes
 from shardwise.estimate.memory.layer import block_of
 from shardwise.estimate.memory.programs import HUGGING_FACE

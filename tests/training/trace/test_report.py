@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from shardwise.cli.trace import trace
-from shardwise.errors import ModelError, RecipeError, RuleError
+from shardwise.errors import ModelError, RecipeError
 
 CONFIG = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 512, "hidden_size": 64,
@@ -41,7 +41,6 @@ def test_the_result_is_json_and_open_choices_are_said(recipe: Path):
     "setting, error",
     [
         ("data.sequence_length=auto", RecipeError),
-        ("engine.name=deepspeed", RuleError),
         ("model.source=nowhere/at-all", ModelError),
         ("training.global_batch_size=3", RecipeError),
     ],

@@ -48,24 +48,30 @@ class Forward:
             weights=weights,
             scratch=whole,
             backward_scratch=whole,
+            views=not m.quantised,
         )
         if cast:
             sheet.drop(source)
         return self._adapter(x, base, m) if m.rank else base
 
     def _adapted(self, x: Paper, m: Matrix) -> Paper:
-        """Our kernel: y = x W' + s (x A') B' in one buffer; keeps x and x A'."""
+        """Our kernel: y = x W' + s (x A') B' in one buffer; keeps x and x A'.
+
+        A 4-bit product is an operation of its own, whose result the adapter's is added to.
+        """
         sheet, name, c = self.sheet, f"{self.layer_name}{m.name}", self.w.compute
         stored = self.w.adapter_stored
-        down = sheet.new(self.tokens * m.rank * c)
         whole = m.size * c if m.quantised else 0
+        base = sheet.op(0, [x], backward_scratch=whole) if m.quantised else None
+        down = sheet.new(self.tokens * m.rank * c)
         y = sheet.op(
             self.tokens * m.outputs * c,
-            [x],
+            [x] if base is None else [base, x],
             [x, down],
             weights=[(name + ".A", m.inputs * m.rank * stored), (name + ".B", m.outputs * m.rank * stored)],
             scratch=whole,
-            backward_scratch=whole,
+            views=True,
+            written_over=base,
         )
         sheet.drop(down)
         return y
@@ -74,7 +80,7 @@ class Forward:
         """Our kernel: (silu(gate) * up) W'; the product is made again in the backward."""
         sheet, c, name = self.sheet, self.w.compute, f"{self.layer_name}{m.name}"
         if m.quantised:
-            product = sheet.op(gate.bytes, [gate, up], [gate, up])
+            product = sheet.op(gate.bytes, [gate, up], [gate, up], backward_scratch=gate.bytes)
             y = self.linear(product, m)
             sheet.drop(product)
             return y
@@ -87,7 +93,7 @@ class Forward:
             weights = [(name + ".A", m.inputs * m.rank * stored), (name + ".B", m.outputs * m.rank * stored)]
         y = sheet.op(
             self.tokens * m.outputs * c, [gate, up], saved,
-            weights=weights, scratch=gate.bytes, backward_scratch=gate.bytes,
+            weights=weights, scratch=gate.bytes, backward_scratch=gate.bytes, views=True,
         )  # fmt: skip
         if down is not None:
             sheet.drop(down)
@@ -112,11 +118,13 @@ class Forward:
                 sheet.drop(source)
             source, cast = dropped, True
         down = sheet.op(
-            tokens * m.rank * a, [source], [source], weights=[(name + ".A", m.inputs * m.rank * stored)]
-        )
+            tokens * m.rank * a, [source], [source], weights=[(name + ".A", m.inputs * m.rank * stored)],
+            views=True,
+        )  # fmt: skip
         up = sheet.op(
-            tokens * m.outputs * a, [down], [down], weights=[(name + ".B", m.outputs * m.rank * stored)]
-        )
+            tokens * m.outputs * a, [down], [down], weights=[(name + ".B", m.outputs * m.rank * stored)],
+            views=True,
+        )  # fmt: skip
         sheet.drop(down)
         scaled = sheet.op(base.bytes if keeps_result else up.bytes, [up], [up] if keeps_result else [])
         sheet.drop(up)
@@ -179,6 +187,8 @@ class Forward:
         size = tokens * b.heads * b.head_dim * self.w.compute
         if self.attention == "eager":
             return self._attend_written_out(q, k, v)
+        if b.softcap and self.trainer.kernels:
+            return self._attend_capped(q, k, v)
         if self.on_cpu and self.trainer.kernels:
             # One block of 128 queries at a time: three matrices of its scores, its rows, and sums over keys in fp32.
             c, rows, keys = self.w.compute, min(128, self.sequence), b.kv_heads * self.sequence * b.head_dim
@@ -191,7 +201,8 @@ class Forward:
         lse = sheet.new(tokens * b.heads * 4)
         out = sheet.op(size, [q, k, v], [q, k, v, lse], save_output=True)
         sheet.drop(lse)
-        if self.trainer.splits_documents:  # one output per document, then all in a row
+        # One output per document, then all in a row; or heads and tokens change places.
+        if self.trainer.splits_documents or self.block.rotary_cat:
             whole = sheet.op(size, [out])
             sheet.drop(out)
             return whole
@@ -210,10 +221,44 @@ class Forward:
         sheet.drop(low)
         return out
 
+    def _attend_capped(self, q: Paper, k: Paper, v: Paper) -> Paper:
+        """Scores through a tanh (Gemma 2), which no fused kernel has: S x S scores of every head, several times."""
+        sheet, b, c = self.sheet, self.block, self.w.compute
+        pairs = self.tokens * b.heads * self.sequence
+        band = self.sequence**2  # one byte per pair of positions
+        k, v = sheet.op(q.bytes, [k]), sheet.op(q.bytes, [v])  # for every query head
+        products = sheet.op(pairs * c, [q, k], [q, k])
+        sheet.drop(k)
+        scaled = sheet.op(pairs * c, [products])
+        sheet.drop(products)
+        divided = sheet.op(pairs * c, [scaled])
+        capped = sheet.op(pairs * c, [divided], save_output=True)
+        sheet.drop(divided)
+        scores = sheet.op(pairs * c, [capped])
+        sheet.drop(capped, scaled)
+        mask = sheet.new(band)
+        inverse = sheet.new(band)
+        masked = sheet.op(pairs * c, [scores], [inverse])
+        sheet.drop(inverse, scores)
+        wide = sheet.op(pairs * 4, [masked]) if c < 4 else masked
+        weights = sheet.op(pairs * 4, [wide], save_output=True)
+        if wide is not masked:
+            sheet.drop(wide)
+        low = sheet.op(pairs * c, [weights]) if c < 4 else weights
+        if low is not weights:
+            sheet.drop(weights)
+        out = sheet.op(q.bytes, [low, v], [low, v])
+        sheet.drop(low, v, masked, mask)
+        whole = sheet.op(q.bytes, [out])  # heads and tokens change places
+        sheet.drop(out)
+        return whole
+
     def kept_when_selective(self) -> int:
         """Bytes of a layer that selective checkpointing does not make again: attention's output, and where the
         policy says so half of the matrix products' outputs."""
         b, c = self.block, self.w.compute
+        if b.softcap and self.trainer.kernels:
+            return 0  # no single operation to keep
         attention = self.tokens * b.heads * (b.head_dim * c + 4)
         if not self.trainer.selective_products:
             return attention
@@ -257,7 +302,9 @@ class Forward:
             turned = [sheet.op(t.bytes, [t], scratch=2 * t.bytes, backward_early=2 * t.bytes) for t in (q, k)]
             sheet.drop(q, k)
             q, k = turned
-        if self.trainer.expands_groups and b.kv_heads < b.heads:
+        # No fused kernel of a GPU takes grouped heads in fp32.
+        wide_only = self.trainer.kernels and c == 4 and not self.on_cpu
+        if (self.trainer.expands_groups or wide_only) and b.kv_heads < b.heads:
             wide = [sheet.op(q.bytes, [t]) for t in (k, v)]
             sheet.drop(k, v)
             k, v = wide
@@ -343,6 +390,9 @@ class Forward:
         x = self.norm(h, b.hidden, self.tokens, "norm1")
         attended = self.self_attention(x)
         if b.parallel:
+            if b.norms == 2:  # GPT-NeoX: the MLP has a norm of its own
+                sheet.drop(x)
+                x = self.norm(h, b.hidden, self.tokens, "norm2")
             out = self.mlp(x)
             sheet.drop(x)
             mid = sheet.op(h.bytes, [attended, out], alias=True)

@@ -7,13 +7,14 @@ term states its formula with the numbers put in.
 from dataclasses import replace
 from functools import lru_cache
 
+from shardwise.estimate.memory.around import around
 from shardwise.estimate.memory.fixed import fixed_bytes, reserved_bytes
 from shardwise.estimate.memory.host import disk_bytes_per_node, host_bytes_per_node
 from shardwise.estimate.memory.layer import Widths, block_of
 from shardwise.estimate.memory.paper import Sheet
-from shardwise.estimate.memory.play import Around, Question, play
+from shardwise.estimate.memory.play import Question, play
 from shardwise.estimate.memory.reserved import replayed_bytes
-from shardwise.estimate.memory.states import UPDATE_TEMPORARIES, Held, counts, held
+from shardwise.estimate.memory.states import UPDATE_TEMPORARIES, Held, held
 from shardwise.estimate.memory.terms import PHASES, TERMS, MemoryEstimate, MemoryTerm
 from shardwise.estimate.memory.trainer import OURS, OURS_FULL_LOSS, Trainer
 from shardwise.estimate.stack import Stack
@@ -124,7 +125,14 @@ def _play(question: Question) -> Sheet:
     return play(question)
 
 
+@lru_cache(maxsize=64)
+def _undivided(trainer: Trainer) -> Trainer:
+    """The same step on a row that is one document: attention's output is not put together from several."""
+    return replace(trainer, splits_documents=False)
+
+
 def _question(shape: ModelShape, stack: Stack, trainer: Trainer) -> Question:
+    trainer = _undivided(trainer) if stack.documents == 1 and trainer.splits_documents else trainer
     c = 2 if stack.precision == "bf16" else 4
     # FSDP2 computes on gathered copies in compute dtype, and so are the gradients before they are reduced.
     weight = c if stack.sharding == "fsdp2" else trainer.weight_bytes or c
@@ -161,69 +169,6 @@ def _labelled(stack: Stack) -> int:
     """Positions of the fullest micro-batch that go through the output matrix in our step."""
     tokens = stack.tokens_per_micro_batch
     return tokens if stack.labelled_tokens is None else min(tokens, stack.labelled_tokens)
-
-
-def around(shape: ModelShape, stack: Stack, trainer: Trainer) -> Around:
-    """What the engine adds around layers."""
-    c = 2 if stack.precision == "bf16" else 4
-    n, n_ranks = stack.dp_shard, stack.world_size
-    layer = shape.layer_parameters
-    trained_layer, trained_all = _trained_layer(shape, stack), _trained(shape, stack)
-    root = shape.total_parameters - layer * shape.num_hidden_layers - shape.vision_parameters
-    root_trained = root if stack.method == "full" else 0
-    match stack.sharding:
-        case "ddp":
-            bucket = min(25 * 2**20, c * _trained(shape, stack)) if c == 2 and n_ranks > 1 else 0
-            copies = _trained(shape, stack) * (trainer.weight_bytes or c) if trainer.gradient_buckets else 0
-            return Around(constant=copies, reducing=2 * bucket)
-        case "fsdp2":
-            if n == 1:
-                return Around()
-            four = 0.516 if stack.method == "qlora" else c
-            gathered = int(layer * four) + (c * trained_layer if stack.method != "full" else 0)
-            reduced = trainer.weight_bytes or c if not trainer.masters else 4
-            return Around(
-                gathered=gathered,
-                ahead=1,
-                kept=not stack.reshard_after_forward,
-                copying=gathered,
-                reduced=reduced * trained_layer,
-                shard=reduced * trained_layer // n if stack.offload_parameters == "none" else 0,
-                root=c * root,
-                root_shard=reduced * root_trained // n if stack.offload_parameters == "none" else 0,
-                root_reduced=reduced * root_trained,
-            )
-        case "zero3":
-            # Flat buffers: the reduction bucket in fp32 and the gradient shards; and gathered weights, which stay
-            # while they are within max_live_parameters.
-            live = min(stack.max_live_parameters, shape.total_parameters) if n > 1 else 0
-            bucket = min(stack.reduce_bucket_size, trained_all)
-            flat = 4 * bucket + c * trained_all // n
-            return Around(constant=c * live + flat, shard=0)
-        case "zero1" | "zero2":
-            # Gradients go through a bucket (two when communication overlaps) into this rank's part.
-            bucket = min(stack.reduce_bucket_size, trained_all) * (2 if n > 1 else 1)
-            if trainer.whole_buckets:
-                bucket = 2 * stack.reduce_bucket_size
-            return Around(
-                bucket=c * bucket,
-                shard=c * trained_layer // n,
-                root_shard=c * root_trained // n,
-            )
-    return Around()
-
-
-def _trained(shape: ModelShape, stack: Stack) -> int:
-    rank, targets = stack.lora_rank, stack.lora_targets
-    return counts(shape, stack.method, rank, targets, stack.dora, False).trained
-
-
-def _trained_layer(shape: ModelShape, stack: Stack) -> int:
-    return (
-        shape.layer_parameters
-        if stack.method == "full"
-        else _trained(shape, stack) // shape.num_hidden_layers
-    )
 
 
 def _load(states: Held, stack: Stack, trainer: Trainer) -> int:

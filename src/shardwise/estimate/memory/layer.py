@@ -46,6 +46,8 @@ class Block:
     head_norms: bool
     norm_in_fp32: bool
     silu: bool
+    rotary_cat: bool  # rotary embeddings put q and k together from parts, which leaves them ordered by head
+    softcap: bool  # attention scores go through a tanh
     parallel: bool
     experts: int
     experts_per_token: int
@@ -100,6 +102,8 @@ def block_of(shape: ModelShape, method: str, rank: int, targets: str | tuple[str
         head_norms=any(t.kind == "norm" and t.shape == (shape.head_dim,) for t in block_norms),
         norm_in_fp32=shape.model_type.startswith("gemma"),
         silu=not shape.model_type.startswith(("gemma", "phi3", "glm")),
+        rotary_cat=shape.model_type in ("phi3", "gpt_neox", "phi"),
+        softcap=shape.model_type == "gemma2",
         parallel=len(hidden) == 1 or shape.model_type in ("gpt_neox", "falcon", "phi"),
         experts=shape.num_experts if experts else 0,
         experts_per_token=shape.experts_per_token,

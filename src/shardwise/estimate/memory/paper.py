@@ -14,12 +14,16 @@ from shardwise.estimate.memory.terms import TERMS
 
 
 class Paper:
-    """A tensor without contents. `grad` is the gradient being collected in the backward pass."""
+    """A tensor without contents. `grad` is the gradient being collected in the backward pass.
 
-    __slots__ = ("bytes", "grad", "needs_grad", "refs", "term")
+    `view`: it shares its storage with a tensor that autograd remembers, so that nothing is added to it in place.
+    """
+
+    __slots__ = ("bytes", "grad", "needs_grad", "refs", "term", "view")
 
     def __init__(self, size: int, term: str, needs_grad: bool) -> None:
         self.bytes, self.term, self.needs_grad = size, term, needs_grad
+        self.view = False
         self.refs = 1
         self.grad: Paper | None = None
 
@@ -30,9 +34,10 @@ class Node:
     `inputs`: (tensor, True when its gradient is the output's gradient itself, as in an addition).
     `weights`: names and bytes of parameter gradients. `scratch`: bytes alive only while the node runs.
     `early`: bytes that are allocated and freed before the gradients of the inputs are made.
+    `views`: the gradients it makes are views (a function of Python that reshapes them at its end).
     """
 
-    __slots__ = ("early", "inputs", "output", "saved", "scratch", "weights")
+    __slots__ = ("early", "inputs", "output", "saved", "scratch", "views", "weights")
 
     def __init__(
         self,
@@ -42,8 +47,9 @@ class Node:
         weights: Sequence[tuple[str, int]],
         scratch: int,
         early: int,
+        views: bool,
     ) -> None:
-        self.output, self.inputs, self.saved = output, inputs, saved
+        self.output, self.inputs, self.saved, self.views = output, inputs, saved, views
         self.weights, self.scratch, self.early = weights, scratch, early
 
 
@@ -112,11 +118,14 @@ class Sheet:
         scratch: int = 0,
         backward_scratch: int = 0,
         backward_early: int = 0,
+        views: bool = False,
+        written_over: Paper | None = None,
     ) -> Paper:
         """An operation: allocate `size` bytes, remember what its backward needs, return the output.
 
         `weights` are trained parameters of the operation. `alias`: gradients pass through unchanged.
-        `scratch` lives during the forward of this operation only.
+        `scratch` lives during the forward of this operation only. `written_over`: an input of 0 bytes whose place the
+        output takes, and which gets the output's gradient.
         """
         inputs = [t for t in inputs if t.needs_grad]
         needs = self.grad_enabled and bool(inputs or weights)
@@ -127,8 +136,11 @@ class Sheet:
             for tensor in kept:
                 tensor.refs += 1
             self.nodes.append(
-                Node(output, [(t, alias) for t in inputs], kept, weights, backward_scratch, backward_early)
-            )
+                Node(
+                    output, [(t, alias or t is written_over) for t in inputs], kept, weights, backward_scratch,
+                    backward_early, views,
+                )
+            )  # fmt: skip
         return output
 
     # Backward
@@ -149,11 +161,12 @@ class Sheet:
             self.add(node.scratch, "temporaries")
         made: list[tuple[Paper, Paper]] = []
         for tensor, alias in node.inputs:
-            if alias and tensor.bytes == grad.bytes:
+            if alias and tensor.bytes in (grad.bytes, 0):
                 grad.refs += 1
                 made.append((tensor, grad))
             else:
                 made.append((tensor, self.new(tensor.bytes, "temporaries")))
+                made[-1][1].view = node.views
         for name, size in node.weights:
             self.weight_gradient(name, size)
         if node.scratch:
@@ -165,11 +178,8 @@ class Sheet:
         old = tensor.grad
         if old is None:
             tensor.grad = new
-        elif old.refs == 1:
+        elif old.refs == 1 and not old.view:
             self.drop(new)
-        elif new.refs == 1:
-            self.drop(old)
-            tensor.grad = new
         else:
             tensor.grad = self.new(tensor.bytes, "temporaries")
             self.drop(old, new)

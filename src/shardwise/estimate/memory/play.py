@@ -6,39 +6,11 @@ once, and the moments in between lie on a straight line between those that are p
 
 from dataclasses import dataclass
 
+from shardwise.estimate.memory.around import NOTHING, Around
 from shardwise.estimate.memory.block import Forward
 from shardwise.estimate.memory.layer import Block, Widths
 from shardwise.estimate.memory.paper import Paper, Sheet
 from shardwise.estimate.memory.trainer import Trainer
-
-
-@dataclass(frozen=True, slots=True)
-class Around:
-    """Bytes an engine adds around layers; 0 where it does nothing.
-
-    gathered: one layer's weights, whole. ahead: how many layers are gathered ahead of the one that runs.
-    kept: gathered layers stay whole until their backward. copying: a gather's buffer while it is copied out.
-    reduced: a layer's gradients while they are reduced. shard: a layer's reduced gradients that stay;
-    None: gradients stay as they are. root: gathered embedding and head, all through forward and backward.
-    reducing: alive for a moment whenever gradients are reduced. bucket: a buffer of
-    the backward pass. constant: buffers that live all the time.
-    """
-
-    gathered: int = 0
-    ahead: int = 0
-    kept: bool = False
-    copying: int = 0
-    reduced: int = 0
-    shard: int | None = None
-    root: int = 0
-    root_shard: int = 0
-    root_reduced: int = 0
-    reducing: int = 0
-    bucket: int = 0
-    constant: int = 0
-
-
-NOTHING = Around()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +53,10 @@ def play(q: Question, sheet: Sheet | None = None) -> Sheet:
     forward = Forward(sheet, q.block, q.trainer, q.widths, q.tokens, q.attention, q.sequence, q.on_cpu)
     around = q.around
     sheet.add(around.constant + around.root, "engine")
+    sheet.add(around.root if around.gathered else 0, "engine")  # the buffer the root was gathered into
     sheet.add(32 * q.tokens, "inputs")  # ids, positions, labels, indices: 4 x int64
     sheet.drop_weight_gradients = q.hook_takes_gradients
-    if q.kept_gradients:
+    if q.kept_gradients and around.shard is None:
         sheet.gradients = dict.fromkeys(_weight_names(q), 0)
     if q.trainer.outlived_inputs:
         sheet.add(_outlived(q), "loss")
@@ -91,31 +64,42 @@ def play(q: Question, sheet: Sheet | None = None) -> Sheet:
     trained = q.block.trained
     size = q.tokens * q.block.hidden * q.widths.residual
     table = q.vocabulary * q.block.hidden * q.widths.weight
-    h = sheet.op(size, [], weights=[("embedding", table)] if trained else [])
-    h.needs_grad = trained or q.trainer.input_gradients
-    segments, between = _layers_forward(sheet, forward, q, h)
-    h = segments[-1].exit
-    logits = _loss(sheet, forward, q, h)
-    sheet.enter("backward")
+    embedded = sheet.op(size, [], weights=[("embedding", table)] if trained else [])
+    embedded.needs_grad = trained or q.trainer.input_gradients
+    embedded.refs += 1  # a variable of the model's forward, until the last norm
+    segments, between = _layers_forward(sheet, forward, q, embedded)
+    logits = _loss(sheet, forward, q, segments[-1].exit, embedded)
     sheet.add(around.bucket, "engine")
     _layers_backward(sheet, forward, q, segments, between)
+    sheet.drop(rotary)
     if trained:
         sheet.flash(table, "gradients" if not q.hook_takes_gradients else "temporaries")
-        if not (q.hook_takes_gradients or q.kept_gradients or q.tied):
-            sheet.add(table, "gradients")
-    if around.shard is not None:  # the root's gradients are reduced last
-        kept = 0 if q.kept_gradients else around.shard * q.layers
-        whole = sheet.terms["gradients"] - kept
-        sheet.remove(around.root, "engine")  # let go before its gradients are reduced
-        sheet.flash(around.root_reduced, "engine")
-        sheet.add(around.root, "engine")
-        sheet.remove(whole, "gradients")
-        sheet.add(0 if q.kept_gradients else around.root_shard, "gradients")
+        if not (q.hook_takes_gradients or q.kept_gradients or q.tied) or around.root_reduced:
+            sheet.add(0 if q.tied else table, "gradients")
+    if embedded.grad is not None:
+        sheet.drop(embedded.grad)
+    if around.shard is not None:
+        _reduce_root(sheet, q)
     sheet.remove(around.bucket, "engine")
     if logits is not None:
         sheet.drop(logits)
-    sheet.drop(rotary)
     return sheet
+
+
+def _reduce_root(sheet: Sheet, q: Question) -> None:
+    """The gradients of embedding, head and last norm are reduced after all layers', their weights let go before."""
+    around = q.around
+    assert around.shard is not None
+    whole = sheet.terms["gradients"] - (0 if q.kept_gradients else around.shard * q.layers)
+    sheet.remove(around.root, "engine")
+    sheet.remove(around.reduced, "engine")
+    sheet.add(around.root_reduced, "engine")
+    sheet.remove(whole, "gradients")
+    sheet.add(around.root_shard, "gradients")
+    if q.kept_gradients:
+        sheet.remove(around.root_shard, "gradients")
+    sheet.remove(around.root_reduced, "engine")
+    sheet.add(around.root, "engine")
 
 
 def _played(q: Question) -> list[str]:
@@ -155,11 +139,15 @@ def _layers_forward(
     skipped = q.layers - len(names)
     segments: list[_Segment] = []
     between: dict[str, int] = {}
-    around = q.around
-    sheet.add(around.gathered * around.ahead, "engine")
+    around, buffer = q.around, q.around.root if q.around.gathered else 0
     for name in names:
         before = dict(sheet.terms)
+        sheet.add(
+            around.gathered, "engine"
+        )  # the buffer of this layer's gather; the one before goes after the copy
         sheet.add(around.gathered, "engine")
+        sheet.remove(buffer, "engine")
+        buffer = around.gathered
         segment = _Segment(name, len(sheet.nodes), h, h)
         if q.checkpointing == "none":
             out = forward.layer(h, name)
@@ -181,9 +169,7 @@ def _layers_forward(
             between = {t: (v - before[t]) * skipped for t, v in sheet.terms.items() if v != before[t]}
             for term, size in between.items():
                 sheet.add(size, term)
-    sheet.remove(around.gathered * around.ahead, "engine")
-    sheet.add(around.copying, "engine")  # the last gather's buffer is let go with the next gather
-    return segments, between
+    return segments, between  # the last gather's buffer is let go after the loss
 
 
 def _layers_backward(
@@ -197,32 +183,28 @@ def _layers_backward(
             for term, size in between.items():
                 sheet.remove(size, term)
             sheet.add(per_layer * skipped, "gradients")
-        whole = around.gathered if not around.kept else 0
-        last = index == len(segments) - 1
-        ahead = around.gathered * around.ahead if not last and not around.kept else 0
-        if index == 0:
-            sheet.remove(around.copying, "engine")
-        sheet.add(whole, "engine")
-        sheet.flash(around.copying if whole else 0, "engine")
-        sheet.add(ahead, "engine")
+        if not around.kept:  # copied out of the buffer it was gathered into, then the next one is gathered
+            sheet.add(around.gathered, "engine")
+            sheet.remove(around.gathered, "engine")
+            sheet.add(around.gathered if index < len(segments) - 1 else 0, "engine")
         if q.checkpointing == "none":
             sheet.backward(segment.exit, segment.start)
         else:
             _recompute(sheet, forward, q, segment)
         sheet.flash(around.reducing, "engine")
-        sheet.remove(whole + ahead, "engine")
-        if around.kept:
-            sheet.remove(around.gathered, "engine")
+        sheet.remove(around.gathered, "engine")
         if around.shard is not None:
             made = sheet.terms["gradients"] - before - (per_layer * skipped if index == 2 and skipped else 0)
             sheet.remove(reduced, "engine")  # the layer before has been reduced by now
             sheet.add(around.reduced, "engine")
             reduced = around.reduced
             sheet.remove(made, "gradients")
-            sheet.add(0 if q.kept_gradients else around.shard, "gradients")
+            sheet.add(around.shard, "gradients")
+            sheet.remove(around.shard if q.kept_gradients else 0, "gradients")
         if index == 1:
             per_layer = sheet.terms["gradients"] - before
-    sheet.remove(reduced, "engine")
+    if around.shard is None:
+        sheet.remove(reduced, "engine")
 
 
 def _recompute(sheet: Sheet, forward: Forward, q: Question, segment: _Segment) -> None:
@@ -245,20 +227,28 @@ def _recompute(sheet: Sheet, forward: Forward, q: Question, segment: _Segment) -
     sheet.drop(entry)
 
 
-def _loss(sheet: Sheet, forward: Forward, q: Question, h: Paper) -> Paper | None:
+def _loss(sheet: Sheet, forward: Forward, q: Question, h: Paper, embedded: Paper) -> Paper | None:
     """Final norm, head and loss, and their backward down to the last layer's output.
 
     Returns logits that somebody keeps alive through the backward.
     """
-    sheet.enter("loss")
     start = len(sheet.nodes)
-    sheet.term = "loss"
     forward.layer_name = ""
     x = forward.norm(h, q.block.hidden, q.tokens, "norm")
-    sheet.drop(h)
+    sheet.drop(h, embedded)
+    sheet.term = "loss"
+    sheet.enter("loss")
     kept = _head(sheet, q, x, start)
     sheet.term = "activations"
     return kept
+
+
+def _begin_backward(sheet: Sheet, q: Question) -> None:
+    """The last layer's buffer goes with the end of the forward; where layers are gathered again, that of the last
+    layer comes back at once."""
+    if q.around.kept:
+        sheet.remove(q.around.gathered, "engine")
+    sheet.enter("backward")
 
 
 def _head(sheet: Sheet, q: Question, x: Paper, start: int) -> Paper | None:
@@ -273,16 +263,15 @@ def _head(sheet: Sheet, q: Question, x: Paper, start: int) -> Paper | None:
     chunk = q.trainer.loss_tokens(labelled, v, q.on_cpu) * v
     if q.trainer.loss == "fused":
         picked = sheet.op(labelled * q.block.hidden * c, [x])
-        sheet.drop(x)
         grad = sheet.new(picked.bytes, "loss")
         summed = sheet.new(4 * table if trained else 0, "loss")
-        # Two buffers of a chunk, made once: logits as the product gives them, and in fp32; the softcap's slope
-        # and its square come on top.
-        buffers = chunk * ((c + 4 if c < 4 else 4) + (8 if q.softcap else 0))
-        sheet.flash(buffers + (table * c if trained else 0), "loss")
+        # Two buffers of a chunk, made once: logits as the product gives them, and in fp32. A softcap's slope comes on
+        # top, and for a moment a square; and the gradient of the weights.
+        buffers, cap = chunk * (c + 4 if c < 4 else 4), chunk * 4 if q.softcap else 0
+        sheet.flash(buffers + cap + max(cap, table * c if trained else 0), "loss")
         root = sheet.op(4, [picked])
-        sheet.drop(picked)
-        sheet.enter("backward")
+        sheet.drop(picked, x)
+        _begin_backward(sheet, q)
         if c == 4:
             sheet.drop(summed)  # the sum is the gradient
         if trained:
@@ -297,7 +286,7 @@ def _head(sheet: Sheet, q: Question, x: Paper, start: int) -> Paper | None:
         sheet.drop(logits)
         shifted = sheet.op(tokens * v * 4, [wide])
         sheet.drop(wide)
-        sheet.enter("backward")
+        _begin_backward(sheet, q)
         shifted.grad = shifted  # the kernel wrote the gradient over its input
         sheet.backward(shifted, start)
         return None
@@ -314,33 +303,42 @@ def _head(sheet: Sheet, q: Question, x: Paper, start: int) -> Paper | None:
             kept = logits
         else:
             sheet.drop(logits)
-        sheet.enter("backward")
+        _begin_backward(sheet, q)
         sheet.drop(root)
     elif q.trainer.loss == "full":
         logits = sheet.op(tokens * v * c, [x], [x] if trained else [], weights=weights)
         sheet.drop(x)
+        held: list[Paper] = []  # variables of our forward until its end
         if q.trainer.picks_logits:
-            picked = sheet.op(logits.bytes, [logits])
-            sheet.drop(logits)
+            picked = sheet.op(q.labelled * v * c, [logits])
+            if q.trainer.kernels:
+                held = [logits, picked]
+                picked.refs += 1
+            else:
+                sheet.drop(logits)
             logits = picked
         width = max(c, q.trainer.loss_bytes)
-        wide = logits if c == width else sheet.op(tokens * v * width, [logits])
+        rows = logits.bytes // c
+        wide = logits if c == width else sheet.op(rows * width, [logits])
         if q.trainer.keeps_logits:
             kept = wide if q.trainer.logits_bytes == width else logits
             kept.refs += 1
-        if wide is not logits:
+        if wide is not logits and not held:
             sheet.drop(logits)
-        probabilities = sheet.op(tokens * v * width, [wide], save_output=True)
+        probabilities = sheet.op(rows * width, [wide], save_output=True)
         sheet.drop(wide)
+        if wide is not logits and held:
+            sheet.drop(logits)
+        sheet.drop(*held)
         root = sheet.op(4, [probabilities])
         sheet.drop(probabilities)
-        sheet.enter("backward")
+        _begin_backward(sheet, q)
         sheet.drop(root)
     else:  # checkpointed chunks: logits are made twice, a chunk at a time
         scratch = chunk * (c + 12)
         root = sheet.op(4, [x], [x], weights=weights, scratch=chunk * (c + 8), backward_scratch=scratch)
         sheet.drop(x)
-        sheet.enter("backward")
+        _begin_backward(sheet, q)
         sheet.drop(root)
     root.grad = sheet.new(4, "temporaries")
     sheet.backward(root, start)

@@ -85,7 +85,8 @@ def replayed_bytes(
     for step, share in enumerate(lengths):
         tokens = max(1, int(question.tokens * share))
         sheet = ReplaySheet(allocator, aside, handle)
-        play(replace(question, tokens=tokens, sequence=max(1, int(question.sequence * share))), sheet)
+        labelled, sequence = (max(1, int(n * share)) for n in (question.labelled, question.sequence))
+        play(replace(question, tokens=tokens, labelled=labelled, sequence=sequence), sheet)
         handle = sheet.handle
         if step == 0:
             handle = _hold(allocator, shape, states.optimizer, handle)

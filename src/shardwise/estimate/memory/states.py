@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
+from shardwise.estimate.memory.shards import shards
 from shardwise.estimate.memory.trainer import Trainer
 from shardwise.estimate.stack import Stack
 from shardwise.facts.model import ModelShape
@@ -74,35 +75,41 @@ def held(shape: ModelShape, stack: Stack, trainer: Trainer) -> Held:
         shape, stack.method, stack.lora_rank, stack.lora_targets, stack.dora, trainer.quantised_experts
     )
     c = 2 if stack.precision == "bf16" else 4
-    shards = stack.dp_shard
-    weight_shards = shards if stack.sharding in ("fsdp2", "zero3") else 1
-    state_shards = shards if stack.sharding not in ("single", "ddp") else 1
+    ranks = stack.dp_shard
+    weight_shards = ranks if stack.sharding in ("fsdp2", "zero3") else 1
+    state_shards = ranks if stack.sharding not in ("single", "ddp") else 1
+    mine = shards(
+        shape, stack.method, stack.lora_rank, stack.lora_targets, stack.dora, trainer.quantised_experts,
+        weight_shards, stack.sharding == "fsdp2",
+    )  # fmt: skip
     resident = trainer.weight_bytes or c
-    four = trainer.quantised_bytes or (NF4_DOUBLE_BYTES if stack.double_quantization else NF4_BYTES)
+    four, packed, scales = four_bit_bytes(stack, trainer)
     frozen_bytes = 4 if trainer.fp32_leftovers else resident
     untied = shape.vocab_size * shape.hidden_size if trainer.unties and shape.tie_word_embeddings else 0
     head = shape.vocab_size * shape.hidden_size if trainer.quantised_head and n.frozen_4bit else 0
-    frozen = (n.frozen_16bit + untied - head) * frozen_bytes + (n.frozen_4bit + head) * four
+    frozen = (mine.frozen + (untied - head) / weight_shards) * frozen_bytes
+    frozen += (mine.four + head / weight_shards) * packed + (n.frozen_4bit + head) * scales
+    # What ZeRO-1 and 2 split is one flat buffer: equal parts. Elsewhere a rank's own tensors are trained.
+    trained = mine.trained if weight_shards == state_shards else -(-n.trained // state_shards)
     adapter = trainer.adapter_bytes or (c if stack.method != "full" else resident)
     mastered = trainer.masters and stack.master_weights and stack.precision == "bf16" and adapter == 2
     if stack.sharding == "fsdp2" and mastered:  # the shards are the fp32 masters; bf16 exists while gathered
-        trained_weights, masters, mastered = 0.0, 4.0 * n.trained, True
+        trained_weights, masters, mastered = 0.0, 4.0 * trained, True
     else:
-        trained_weights, masters = float(adapter * n.trained), 4.0 * n.trained if mastered else 0.0
-    states = OPTIMIZER_STATES.get(stack.optimizer, 8.0) * trainer.state_bytes / 4 * n.trained
+        trained_weights, masters = float(adapter * mine.trained), 4.0 * trained if mastered else 0.0
+    states = OPTIMIZER_STATES.get(stack.optimizer, 8.0) * trainer.state_bytes / 4 * trained
     accumulates = stack.gradient_accumulation_steps > 1 or trainer.gradients_alive
     grad_bytes = trainer.gradient_bytes or (
         4 if mastered or (stack.sharding in ("zero1", "zero2", "zero3") and trainer.masters) else adapter
     )
-    grad_shards = shards if stack.sharding in ("fsdp2", "zero2", "zero3") else 1
-    gradients = grad_bytes * n.trained / grad_shards if accumulates else 0.0
+    grad_shards = ranks if stack.sharding in ("fsdp2", "zero2", "zero3") else 1
+    gradients = float(grad_bytes * (trained if grad_shards > 1 else n.trained)) if accumulates else 0.0
     if stack.sharding == "ddp" and not trainer.gradient_buckets:  # gradients are views of buckets that stay
         gradients = c * n.trained + (4 * n.trained if accumulates and mastered else 0)
     if n.frozen_4bit:  # each matrix has a code table of 16 fp32; double quantisation one of 256 and an offset
         matrices = sum(t.count for t in shape.tensors if t.kind == "linear")
         frozen += matrices * (512 + (1024 + 512 if stack.double_quantization else 0))
-    weights = (frozen + trained_weights) / weight_shards
-    masters, states = masters / state_shards, states / state_shards
+    weights = frozen + trained_weights
     host = nvme = 0.0
     if stack.offload_parameters != "none":
         host, weights = host + weights, 0.0
@@ -115,9 +122,8 @@ def held(shape: ModelShape, stack: Stack, trainer: Trainer) -> Held:
             nvme += moved
         else:
             host += moved
-    mine = n.trained / state_shards
     at_once = trainer.whole_step or stack.sharding in ("zero1", "zero2", "zero3")
-    updated = mine if at_once else min(mine, max(OUR_BUCKET_ELEMENTS, n.largest / state_shards))
+    updated = trained if at_once else min(trained, max(OUR_BUCKET_ELEMENTS, n.largest / state_shards))
     words = {
         "weights": _weights_words(n, stack, frozen_bytes, four, adapter, weight_shards),
         "master_weights": f"4 B x {n.trained:,} trained parameters / {state_shards}",
@@ -130,6 +136,17 @@ def held(shape: ModelShape, stack: Stack, trainer: Trainer) -> Held:
         int(updated),
         words,
     )  # fmt: skip
+
+
+def four_bit_bytes(stack: Stack, trainer: Trainer) -> tuple[float, float, float]:
+    """Bytes per 4-bit element: in all, of the elements, and of their scales.
+
+    Scales are not parameters, so no engine splits them over ranks.
+    """
+    if trainer.quantised_bytes:
+        return trainer.quantised_bytes, trainer.quantised_bytes, 0.0
+    four = NF4_DOUBLE_BYTES if stack.double_quantization else NF4_BYTES
+    return four, 0.5, four - 0.5
 
 
 def _weights_words(n: Counts, stack: Stack, frozen_bytes: int, four: float, adapter: int, shards: int) -> str:

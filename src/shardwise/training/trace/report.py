@@ -58,7 +58,7 @@ def trace_recipe(
         )
     began = time.perf_counter()
     traced = trace(recipe, ModelFolder(folder, recipe), [(length,) * size] * steps, ranks, device, say)
-    stack = _stack(recipe, ranks, steps, device)
+    stack = stack_of(recipe, ranks, steps, device)
     estimate = estimate_memory(read_model(str(folder)), stack)
     return RecipeTrace(traced, estimate, stack, time.perf_counter() - began)
 
@@ -97,10 +97,27 @@ def _decided(
     return recipe.model_copy(update={"training": training, "engine": engine, "optimizer": optimizer}), ranks
 
 
-def _stack(recipe: Recipe, ranks: int, steps: int, device: str) -> Stack:
+def stack_of(recipe: Recipe, ranks: int, steps: int, device: str) -> Stack:
+    """What the planner is asked for the step that `trace_recipe` traces. Every choice of the recipe is made."""
     training, fsdp2 = recipe.training, recipe.engine.fsdp2
     offload: Any = "cpu" if recipe.engine.name == "fsdp2" and fsdp2.cpu_offload else "none"
     sharding: Any = recipe.engine.name
+    zero = recipe.engine.deepspeed
+    places: dict[str, Any] = {"offload_optimizer": offload, "offload_parameters": offload}
+    if sharding == "deepspeed":
+        sharding = f"zero{zero.zero_stage}"
+        places = {"offload_optimizer": zero.offload_optimizer, "offload_parameters": zero.offload_parameters}
+        places |= {
+            key: value
+            for key in (
+                "reduce_bucket_size",
+                "allgather_bucket_size",
+                "prefetch_bucket_size",
+                "param_persistence_threshold",
+                "max_live_parameters",
+            )
+            if (value := getattr(zero, key)) != AUTO
+        }
     size, length = training.micro_batch_size, recipe.data.sequence_length
     assert size != AUTO and length != AUTO and training.precision != "auto"
     assert training.activation_checkpointing != "auto" and training.loss != "auto"
@@ -111,10 +128,11 @@ def _stack(recipe: Recipe, ranks: int, steps: int, device: str) -> Stack:
         gpus_per_node=min(8, ranks),
         dp_replicate=fsdp2.dp_replicate,
         reshard_after_forward=fsdp2.reshard_after_forward,
-        offload_optimizer=offload,
-        offload_parameters=offload,
+        **places,
         micro_batch_size=size,
         sequence_length=length,
+        labelled_tokens=size * (length - 1),
+        documents=size,
         gradient_accumulation_steps=steps,
         precision=training.precision,
         master_weights=recipe.optimizer.master_weights,

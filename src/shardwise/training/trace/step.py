@@ -1,7 +1,7 @@
 """One optimizer step of a recipe on fake tensors: what it would allocate, without a GPU and without the weights."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -10,13 +10,16 @@ import torch
 import torch.distributed as dist
 from torch._guards import active_fake_mode
 
-from shardwise.errors import RuleError
 from shardwise.recipe.schema import Recipe
 from shardwise.training.batches import MicroBatch
 from shardwise.training.engines.protocol import Engine, Ranks
 from shardwise.training.model import LossModel, ModelFolder
-from shardwise.training.trace.fake import FakeLog, build_fake, fakes, outside
-from shardwise.training.trace.storages import Birth, Event, Peak
+from shardwise.training.trace.ddp import Reducer
+from shardwise.training.trace.deepspeed import stand_ins
+from shardwise.training.trace.fake import FakeLog, build_fake, fakes, outside, quantisation
+from shardwise.training.trace.gpu import gpu
+from shardwise.training.trace.places import places
+from shardwise.training.trace.storages import Birth, Event, Peak, parts_at_peak
 
 CUDA_ROUNDING = 512
 
@@ -28,6 +31,11 @@ class Traced:
     peaks: dict[str, Peak]
     events: list[Event]
     births: dict[int, Birth]
+    start: dict[int, int]  # bytes of each storage that was alive before the step
+
+    def parts(self, phase: str) -> list[tuple[int, int, Birth]]:
+        """What was alive at the highest moment of `phase`: (bytes, storages, one of them), largest first."""
+        return parts_at_peak(self.events, self.births, phase, self.start)
 
     @property
     def peak(self) -> tuple[str, Peak]:
@@ -48,51 +56,65 @@ def trace(
     Raises RuleError for engines that do not run on fake tensors; those have a formula.
     """
     round_to = CUDA_ROUNDING if device == "cuda" else 1
-    with _group(world_size), fakes(device):
-        log = FakeLog(round_to=round_to)
+    apart = device == "cuda" and (recipe.engine.name == "deepspeed" or recipe.engine.fsdp2.cpu_offload)
+    place = gpu() if apart else torch.device("cpu")
+    with ExitStack() as stack:
+        if recipe.engine.name == "deepspeed":
+            stack.enter_context(stand_ins(on_gpu=apart))
+        stack.enter_context(_group(world_size, always=recipe.engine.name == "deepspeed"))
+        stack.enter_context(fakes(device))
+        log = FakeLog(round_to=round_to, device=place.type)
         with log:
             say("building the model")
-            module = build_fake(recipe, folder)
-            log.classify([*module.parameters(), *module.buffers()], "weights")
-            engine = _engine(recipe, module, world_size, len(documents))
+            module = build_fake(recipe, folder, place)
+            log.classify([*module.parameters(), *module.buffers(), *quantisation(module)], "weights")
+            engine = _engine(recipe, module, world_size, len(documents), place)
             _classify(log, engine)
-            for number in (1, 2):
-                say(f"step {number} of 2")
-                log.restart()
-                _step(log, engine, recipe, documents)
+            module.on_loss = lambda: log.enter("loss")
+            with places(module) as log.place:
+                for number in (1, 2):
+                    say(f"step {number} of 2")
+                    log.restart()
+                    start = log.alive()
+                    _step(log, engine, recipe, documents)
             events, births = list(log.events), dict(log.births)
-            return Traced(log.peaks(), events, births)
+            return Traced(log.peaks(), events, births, start)
 
 
-def _engine(recipe: Recipe, module: LossModel, world_size: int, micro_batches: int) -> Engine:
-    device, ranks = torch.device("cpu"), Ranks(world_size=world_size)
+def _engine(
+    recipe: Recipe, module: LossModel, world_size: int, micro_batches: int, device: torch.device
+) -> Engine:
+    ranks = Ranks(world_size=world_size)
     if recipe.engine.name == "single":
         from shardwise.training.engines.single import SingleEngine
 
         return SingleEngine(module, recipe, device, micro_batches > 1)
-    if recipe.engine.name == "fsdp2":
-        from shardwise.training.engines import fsdp2
+    if recipe.engine.name == "ddp":
+        from shardwise.training.engines import ddp
 
-        mode, make = active_fake_mode(), fsdp2._mesh
-        assert mode is not None
+        with mock.patch.object(ddp, "DistributedDataParallel", Reducer):
+            return ddp.DdpEngine(module, recipe, device, ranks, micro_batches > 1)
+    if recipe.engine.name == "deepspeed":
+        from shardwise.training.engines.deepspeed import DeepSpeedEngine
 
-        def real_mesh(*arguments: Any) -> Any:  # ranks have numbers, also when tensors have none
-            with outside(mode):
-                return make(*arguments)
+        return DeepSpeedEngine(module, recipe, device, ranks, micro_batches)
+    from shardwise.training.engines import fsdp2
 
-        with mock.patch.object(fsdp2, "_mesh", real_mesh):
-            return fsdp2.Fsdp2Engine(module, recipe, device, ranks, micro_batches > 1)
-    raise RuleError(
-        f"engine {recipe.engine.name} is not traced",
-        "its reducer reads gradients, which fake tensors do not have",
-        "read its memory with: shardwise plan, which has a formula for it",
-    )
+    mode, make = active_fake_mode(), fsdp2._mesh
+    assert mode is not None
+
+    def real_mesh(*arguments: Any) -> Any:  # ranks have numbers, also when tensors have none
+        with outside(mode):
+            return make(*arguments)
+
+    with mock.patch.object(fsdp2, "_mesh", real_mesh):
+        return fsdp2.Fsdp2Engine(module, recipe, device, ranks, micro_batches > 1)
 
 
 def _step(log: FakeLog, engine: Engine, recipe: Recipe, documents: Sequence[Sequence[int]]) -> None:
     for i, lengths in enumerate(documents):
         log.enter("forward")
-        batch = micro_batch(lengths)
+        batch = micro_batch(lengths).to(engine.device)
         log.classify([batch.input_ids, batch.position_ids, batch.positions, batch.targets], "inputs")
         loss = engine.forward(batch)
         log.enter("backward")
@@ -123,9 +145,9 @@ def micro_batch(lengths: Sequence[int]) -> MicroBatch:
 
 
 @contextmanager
-def _group(world_size: int) -> Iterator[None]:
-    """A process group of `world_size` ranks of which only this one exists."""
-    if world_size == 1:
+def _group(world_size: int, always: bool = False) -> Iterator[None]:
+    """A process group of `world_size` ranks of which only this one exists. `always`: also of one rank."""
+    if world_size == 1 and not always:
         yield
         return
     import torch.distributed.tensor._sharding_prop as propagation

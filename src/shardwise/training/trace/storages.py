@@ -8,14 +8,17 @@ Not seen: scratch memory inside one kernel (it is never a tensor), and what was 
 entered unless it is named with `classify`.
 """
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 import torch.cpu
 from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
@@ -43,14 +46,29 @@ class Peak:
     terms: dict[str, int]
 
 
+@dataclass(frozen=True)
+class Place:
+    """`source`: file and line, such as "transformers/models/llama/modeling_llama.py:182".
+
+    `module`: its name in the model with every layer's number as *, or empty in a backward pass.
+    """
+
+    source: str
+    module: str
+
+
 @dataclass
 class Birth:
-    """What is known about one storage. `term` may be set late; it holds for the whole life."""
+    """What is known about one storage. `term` may be set late; it holds for the whole life.
+
+    `place`: the line of source and the module that made it, where the log was asked to look.
+    """
 
     bytes: int
     phase: str
     op: str
     term: str | None = None
+    place: Place | None = None
 
     @property
     def name(self) -> str:
@@ -69,13 +87,17 @@ class StorageLog(TorchDispatchMode):
     `device`: only storages of this device type count ("cpu", "cuda", "gpu"); None: all but meta.
     `round_to`: every storage is rounded up to a multiple of this many bytes; 512 as CUDA's allocator does.
 
+    `place`: asked at every birth where in the source it happens.
+
     Set the phase with `enter`, say what long-lived tensors are with `classify`, and read `peaks` (per phase)
     and `peak`. A long run calls `fold` at the end of every step, so that the log does not grow.
     """
 
-    def __init__(self, device: str | None = None, round_to: int = 1) -> None:
+    def __init__(
+        self, device: str | None = None, round_to: int = 1, place: Callable[[], Place] | None = None
+    ) -> None:
         super().__init__()
-        self.device, self.round_to = device, round_to
+        self.device, self.round_to, self.place = device, round_to, place
         self.events: list[Event] = []
         self.births: dict[int, Birth] = {}
         self.phase = "load"
@@ -129,6 +151,11 @@ class StorageLog(TorchDispatchMode):
         self.fold()
         return Peak(self._live.total, _by_term(self._live.bytes, self.births))
 
+    def alive(self) -> dict[int, int]:
+        """Bytes of each storage that is alive now, by its number."""
+        self.fold()
+        return dict(self._live.bytes)
+
     def restart(self) -> None:
         """Forget the peaks, keep what is alive."""
         self.fold()
@@ -137,6 +164,7 @@ class StorageLog(TorchDispatchMode):
     # How it sees
 
     def __enter__(self) -> "StorageLog":
+        _sole_owner()  # outside of any dispatch, where autograd works
         self._fake = active_fake_mode()
         self._resize = original = torch.UntypedStorage.resize_
 
@@ -160,6 +188,8 @@ class StorageLog(TorchDispatchMode):
             return (
                 NotImplemented  # DTensor turns it into operations on its local tensors, which come back here
             )
+        if func is torch.ops.aten.add.Tensor and _summed_in_place(args, kwargs):
+            func = torch.ops.aten.add_.Tensor
         result = self.call(func, args, kwargs or {})
         if active_fake_mode() is self._fake:  # shape propagation runs operations under a fake mode of its own
             self._op = str(func)
@@ -188,7 +218,9 @@ class StorageLog(TorchDispatchMode):
         self._count += 1
         number, size = self._count, self._rounded(storage.nbytes())
         self._ids[key] = number
-        self.births[number] = Birth(size, self.phase, self._op, term)
+        self.births[number] = Birth(
+            size, self.phase, self._op, term, self.place() if self.place is not None else None
+        )
         if size:
             self.events.append((ALLOCATE, number, size, self._stream()))
 
@@ -219,6 +251,56 @@ class StorageLog(TorchDispatchMode):
         if stream is torch.cpu._default_cpu_stream:
             return 0
         return self._streams.setdefault(id(stream), len(self._streams) + 1)
+
+
+def _summed_in_place(args: Any, kwargs: Any) -> bool:
+    """Whether torch's backward engine is adding up two gradients of one tensor into a buffer that nobody else holds.
+
+    Without a dispatch mode it adds in place then (`can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp);
+    because a mode watches, it does not. Half of a large table's gradients would be counted that a run never has.
+    """
+    if kwargs or len(args) != 2 or torch.is_grad_enabled() or not _called_by_engine():
+        return False
+    into, other = args
+    if type(into) is DTensor or not isinstance(other, torch.Tensor) or into.shape != other.shape:
+        return False
+    return into.dtype == other.dtype and _owners(into) == _sole_owner()
+
+
+def _called_by_engine() -> bool:
+    """No Python between the engine and the operation: not the backward of a custom function, not a recomputation."""
+    frame: Any = sys._getframe(3)
+    while frame is not None and frame.f_code.co_filename.endswith(("_compile.py", "eval_frame.py")):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
+
+
+def _owners(tensor: torch.Tensor) -> tuple[int, int]:
+    """References to the tensor and to its storage, those of whoever asks included."""
+    storage = tensor.untyped_storage()
+    return tensor._use_count(), torch._C._storage_Use_Count(storage._cdata)
+
+
+@cache
+def _sole_owner() -> tuple[int, int]:
+    """What `_owners` says, inside a dispatch mode, of a gradient that only the engine holds."""
+    found: list[tuple[int, int]] = []
+
+    class Probe(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.add.Tensor:
+                found.append(_counted(args))
+            return func(*args, **(kwargs or {}))
+
+    def _counted(args: Any) -> tuple[int, int]:
+        into, _ = args
+        return _owners(into)
+
+    with torch.enable_grad(), unset_fake_temporarily(), Probe():
+        x = torch.ones(2, 2, requires_grad=True) * 1
+        weight = torch.ones(2, 2)
+        torch.stack([x @ weight, x @ weight]).sum().backward()
+    return found[-1]
 
 
 def _walk(events: Iterable[Event], start: _Live | None) -> Iterator[tuple[str, _Live]]:
@@ -255,6 +337,26 @@ def replay(
         if phase not in best and now.total == highest[phase]:
             best[phase] = Peak(now.total, _by_term(now.bytes, births))
     return best, end
+
+
+def parts_at_peak(
+    events: Iterable[Event], births: dict[int, Birth], phase: str, start: dict[int, int]
+) -> list[tuple[int, int, Birth]]:
+    """What was alive at the highest moment of `phase`: (bytes, how many storages, one of them), largest first.
+
+    Storages of one term, place and operation are one line. `start`: bytes of what was alive before the events.
+    """
+    events, begin = list(events), _Live(dict(start), sum(start.values()))
+    highest = max((now.total for name, now in _walk(events, begin) if name == phase), default=0)
+    for name, now in _walk(events, begin):
+        if name == phase and now.total == highest:
+            found: dict[tuple[Any, ...], list[int]] = {}
+            for number, size in now.bytes.items():
+                birth = births[number]
+                group = found.setdefault((birth.name, birth.place, birth.op), [0, 0, number])
+                group[0], group[1] = group[0] + size, group[1] + 1
+            return sorted(((b, n, births[k]) for b, n, k in found.values()), key=lambda part: -part[0])
+    return []
 
 
 def _by_term(live: dict[int, int], births: dict[int, Birth]) -> dict[str, int]:
