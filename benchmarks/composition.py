@@ -20,7 +20,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from shardwise.estimate.memory.formula import estimate_memory
+from shardwise.facts.model import read_model
 from shardwise.recipe import Recipe, parse_recipe
+from shardwise.rules import situation
+from shardwise.training.trace.report import stack_of, trace_recipe
 
 TARGET = Path(__file__).parents[1] / "measurements" / "composition.json"
 PHASES = ("forward", "loss", "backward", "step")
@@ -78,7 +82,10 @@ class Case:
 
 
 # Nothing here was chosen by how well it agrees. Sizes differ from those in the tests of single parts.
-L1, L3, L8, L70 = "meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-3B", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-70B"  # fmt: skip
+L1, L3 = "meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-3B"
+L8, L70 = "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-70B"
+REDUCE, LIVE = "engine.deepspeed.reduce_bucket_size", "engine.deepspeed.max_live_parameters"
+ON_CPU = "engine.deepspeed.offload_parameters=cpu"
 ZERO, OPTIMIZER_ON_CPU = "engine.deepspeed.zero_stage", "engine.deepspeed.offload_optimizer=cpu"
 CASES = (
     # One process
@@ -112,7 +119,8 @@ CASES = (
     # FSDP2
     Case(L8, 32, engine="fsdp2", ranks=8, sequence=4096, checkpointing="full"),
     Case(L8, 16, "lora", engine="fsdp2", ranks=4),
-    Case(L8, 10, "qlora", engine="fsdp2", ranks=2, checkpointing="full", settings="quantization.double_quantization=false"),
+    Case(L8, 10, "qlora", engine="fsdp2", ranks=2, checkpointing="full", 
+         settings="quantization.double_quantization=false"),
     Case(L70, 80, engine="fsdp2", ranks=64, sequence=8192, checkpointing="full"),
     Case(L70, 12, engine="fsdp2", ranks=512, checkpointing="selective"),
     Case(L70, 16, "lora", engine="fsdp2", ranks=16, accumulation=2, checkpointing="full"),
@@ -143,15 +151,16 @@ CASES = (
     Case(L1, 16, engine="deepspeed", ranks=8, checkpointing="full", settings=f"{ZERO}=2"),
     Case("Qwen/Qwen2.5-1.5B", 28, engine="deepspeed", ranks=3, accumulation=4, settings=f"{ZERO}=2"),
     Case("HuggingFaceTB/SmolLM2-360M", 32, engine="deepspeed", ranks=512, precision="fp32", settings=f"{ZERO}=2"),
-    Case(L8, 9, engine="deepspeed", ranks=64, checkpointing="full", settings=f"{ZERO}=2 engine.deepspeed.reduce_bucket_size=50000000"),
+    Case(L8, 9, engine="deepspeed", ranks=64, checkpointing="full", settings=f"{ZERO}=2 {REDUCE}=50000000"),
     Case(L3, 10, "qlora", engine="deepspeed", ranks=4, checkpointing="full", settings=f"{ZERO}=2"),
     Case(L8, 32, engine="deepspeed", ranks=8, sequence=4096, checkpointing="full", settings=f"{ZERO}=3"),
     Case(L1, 16, engine="deepspeed", ranks=5, settings=f"{ZERO}=3"),
     Case(L8, 12, "lora", engine="deepspeed", ranks=16, checkpointing="full", settings=f"{ZERO}=3"),
-    Case(L70, 10, engine="deepspeed", ranks=256, checkpointing="full", settings=f"{ZERO}=3 engine.deepspeed.max_live_parameters=100000000"),
-    Case("Qwen/Qwen3-8B", 10, engine="deepspeed", ranks=32, accumulation=2, checkpointing="full", settings=f"{ZERO}=3"),
+    Case(L70, 10, engine="deepspeed", ranks=256, checkpointing="full", settings=f"{ZERO}=3 {LIVE}=100000000"),
+    Case("Qwen/Qwen3-8B", 10, engine="deepspeed", ranks=32, accumulation=2, checkpointing="full",
+         settings=f"{ZERO}=3"),
     Case(L1, 16, engine="deepspeed", ranks=4, checkpointing="full", settings=f"{ZERO}=2 {OPTIMIZER_ON_CPU}"),
-    Case(L8, 8, engine="deepspeed", ranks=8, checkpointing="full", settings=f"{ZERO}=3 {OPTIMIZER_ON_CPU} engine.deepspeed.offload_parameters=cpu"),
+    Case(L8, 8, engine="deepspeed", ranks=8, checkpointing="full", settings=f"{ZERO}=3 {OPTIMIZER_ON_CPU} {ON_CPU}"),
 )  # fmt: skip
 
 
@@ -172,8 +181,6 @@ def traced(case: Case, root: Path, cache: Path | None) -> dict[str, Any]:
     kept = cache / (hashlib.sha256(repr(case).encode()).hexdigest()[:16] + ".json") if cache else None
     if kept is not None and kept.exists():
         return json.loads(kept.read_text())
-    from shardwise.training.trace.report import trace_recipe
-
     began = time.perf_counter()
     result = trace_recipe(case.recipe(case.folder(root)), case.ranks, "cuda", lambda _: None).traced
     found = {
@@ -194,10 +201,6 @@ def traced(case: Case, root: Path, cache: Path | None) -> dict[str, Any]:
 
 def planned(case: Case, root: Path) -> Any:
     """The planner's answer to the same question."""
-    from shardwise.estimate.memory.formula import estimate_memory
-    from shardwise.facts.model import read_model
-    from shardwise.training.trace.report import stack_of
-
     folder = case.folder(root)
     return estimate_memory(
         read_model(str(folder)), stack_of(case.recipe(folder), case.ranks, case.accumulation, "cuda")
@@ -205,7 +208,7 @@ def planned(case: Case, root: Path) -> Any:
 
 
 def compare(case: Case, root: Path, cache: Path | None = None) -> dict[str, Any]:
-    """{"case", "traced", "planned", "peak_error", "phase_errors", "seconds"}; errors are shares of the traced bytes."""
+    """Peaks of both and their differences, as shares of the traced bytes."""
     trace, plan = traced(case, root, cache), planned(case, root)
     if "loss" not in trace["phases"]:
         plan = dataclasses.replace(
@@ -263,18 +266,21 @@ def main() -> None:
                     raise
                 continue
             errors = " ".join(f"{p[:2]}{e:+.2%}" for p, e in found["phase_errors"].items())
-            print(f"{found['peak_error']:+8.3%}  {found['traced_bytes'] / 2**30:8.2f} GiB {errors:50} {found['case']} "
-                  f"({found['seconds']} s)", flush=True)  # fmt: skip
+            size = f"{found['traced_bytes'] / 2**30:8.2f} GiB"
+            print(f"{found['peak_error']:+8.3%} {size} {errors:50} {found['case']}", flush=True)
             if asked.show:
                 show(found)
             records.append({k: v for k, v in found.items() if not k.startswith("_")})
     worst = max(records, key=lambda r: abs(r["peak_error"]))
     print(f"{len(records)} cases, largest difference of a peak {worst['peak_error']:+.3%} ({worst['case']})")
     if asked.write:
-        from shardwise.rules import situation
-
-        TARGET.write_text(json.dumps({"command": "python benchmarks/composition.py --write",
-                                      "versions": dict(situation().versions or {}), "cases": records}, indent=1) + "\n")  # fmt: skip
+        versions = dict(situation().versions or {})
+        record = {
+            "command": "python benchmarks/composition.py --write",
+            "versions": versions,
+            "cases": records,
+        }
+        TARGET.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":
