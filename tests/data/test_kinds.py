@@ -161,6 +161,17 @@ def test_prompts_of_a_reasoning_template_begin_as_training_rows_do(run: Run, toy
     assert prepared.train.row(0)[0][: len(prompt)].tolist() == prompt.tolist()
 
 
+def test_a_template_of_another_family_is_told_by_its_marks(run: Run, tmp_path: Path) -> None:
+    assert run([chat("q", "a")], template="llama3").report.template == "llama3"
+    source = (
+        "{% for m in messages %}{{ '<|turn|>' + m['role'] + '\n' + m['content'] + '<|over|>' }}{% endfor %}"
+    )
+    told = run([chat("q", "a")], template=source).report.template
+    assert (
+        told is not None and "has no token for its <|turn|>, <|over|>: they are written as plain text" in told
+    )
+
+
 def test_very_many_turns_and_a_very_long_answer_are_one_row(run: Run, tokenizer: Tokenizer) -> None:
     turns = [text for i in range(300) for text in (f"q{i}", f"a{i}")]
     prepared = run([chat(*turns), chat("q", "é" * 50_000)])

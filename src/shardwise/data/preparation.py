@@ -26,7 +26,7 @@ from shardwise.recipe.schema import Data, Source
 if TYPE_CHECKING:
     from shardwise.data.stream import StreamSpec
 
-VERSION = 3  # of everything here that changes tokens; part of the cache key
+VERSION = 4  # of everything here that changes tokens; part of the cache key
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,7 +212,14 @@ def template_facts(model: Path, given: str | None, trust_remote_code: bool) -> d
         "system": template.system,
         "injected": template.injected,
         "end": template.end,
+        "foreign": ", ".join(template.foreign),
     }
+
+
+def _template(facts: dict[str, str]) -> str | None:
+    if not facts.get("foreign"):
+        return facts.get("name")
+    return f"{facts['name']}; this tokenizer has no token for its {facts['foreign']}: they are written as plain text"
 
 
 def _system(account: Sequence[Account], facts: dict[str, str]) -> str:
@@ -277,7 +284,7 @@ def report_of(
         overlap=overlap(train, validation) if validation is not None else 0,
         documents=texts[0],
         text_sequences=texts[1],
-        template=facts.get("name"),
+        template=_template(facts),
         system=_system(accounts, facts),
         validation=said,
         answers=sum(a.answers for a in accounts),

@@ -1,5 +1,6 @@
 """A model's chat template: rendered in the sandbox, and asked at load what it does with unusual turns."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +15,7 @@ from shardwise.errors import DataError
 _FOLDER = Path(__file__).parent / "templates"
 _SYSTEM, _USER, _ANSWER = "Qzsystemtextqz", "Qzusertextqz", "Qzanswertextqz"
 _KEY, _VALUE = "qzkey", "qzvalue"
+_MARK = re.compile(r"<\|[^\s|<>]{1,40}\|>|</?[a-z]+_of_turn>|\[/?[A-Z_]{3,20}\]")
 
 
 def shipped() -> dict[str, Path]:
@@ -34,6 +36,7 @@ class ChatTemplate:
     template: Template
     variables: dict[str, str]
     control: frozenset[str]
+    known: frozenset[str] = frozenset()  # all texts that the tokenizer has a token of its own for
 
     @property
     def name(self) -> str:
@@ -165,6 +168,12 @@ class ChatTemplate:
         return None
 
     @cached_property
+    def foreign(self) -> tuple[str, ...]:
+        """Marks in its text that look like control tokens and are none of this tokenizer's."""
+        text = self.raw([_turn("user", _USER), _turn("assistant", _ANSWER)], True)
+        return tuple(dict.fromkeys(m for m in _MARK.findall(text) if m not in self.known))
+
+    @cached_property
     def prompts(self) -> bool:
         turns = [_turn("user", _USER)]
         return self.raw(turns, True) != self.raw(turns, False)
@@ -199,7 +208,8 @@ def chat_template(tokenizer: Tokenizer, given: str | None = None) -> ChatTemplat
     Raises DataError when there is none or it is broken.
     """
     source, name = _source(tokenizer, given)
-    made = ChatTemplate(Template(source, name), tokenizer.variables, frozenset(tokenizer.control))
+    known = frozenset(map(str, tokenizer.full.added_tokens_decoder.values())) | frozenset(tokenizer.control)
+    made = ChatTemplate(Template(source, name), tokenizer.variables, frozenset(tokenizer.control), known)
     made.check()
     return made
 
