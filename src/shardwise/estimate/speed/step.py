@@ -121,15 +121,15 @@ def _communication(shape: ModelShape, gpu: Gpu, stack: Stack, work: Work) -> flo
     size = 4 if stack.precision == "fp32" else 2
     micro = stack.gradient_accumulation_steps
     trained = trained_parameters(shape, stack)
-    everyone = group(gpu, n, stack.gpus_per_node)
     forward = work.seconds * work.forward_share
     backward = work.seconds - forward
-    if stack.sharding == "ddp":
-        return _exposed(everyone.reduce_seconds(size * trained), backward)
-    if stack.sharding in ("zero1", "zero2"):
+    if stack.sharding in ("ddp", "zero1", "zero2"):
+        everyone = group(gpu, n, stack.gpus_per_node)
+        reduce = _exposed(everyone.reduce_seconds(size * trained), backward)
+        if stack.sharding == "ddp":
+            return reduce
         times = micro if stack.sharding == "zero2" else 1
-        reduce = everyone.reduce_seconds(size * trained)
-        return times * _exposed(reduce, backward) + everyone.gather_seconds(size * trained)
+        return times * reduce + everyone.gather_seconds(size * trained)
     shard = group(gpu, stack.dp_shard, stack.gpus_per_node)
     layers = shape.num_hidden_layers
     gather = shard.gather_seconds(_layer_bytes(shape, stack))

@@ -87,7 +87,7 @@
       field.value = value;
     }
     sliders();
-    counts();
+    settable();
     redraw();
   }
 
@@ -95,10 +95,11 @@
       @param {HTMLInputElement} box */
   const whole = (box) => [...(box.list?.options ?? [])].some((o) => o.value === box.value);
 
-  /** Over the whole catalogue there is no number of GPUs to set. */
-  function counts() {
-    const any = /** @type {HTMLSelectElement} */ (document.getElementById("gpu")).value === "any";
-    for (const id of ["count", "count-slider"]) /** @type {HTMLInputElement} */ (document.getElementById(id)).disabled = any;
+  /** Over the whole catalogue there is no number of GPUs to set, and a file has the tokens it has. */
+  function settable() {
+    const value = (/** @type {string} */ id) => /** @type {HTMLSelectElement|null} */ (document.getElementById(id))?.value ?? "";
+    const off = { count: value("gpu") === "any", "count-slider": value("gpu") === "any", tokens: value("data") !== "", "tokens-slider": value("data") !== "" };
+    for (const [id, disabled] of Object.entries(off)) /** @type {HTMLInputElement} */ (document.getElementById(id)).disabled = disabled;
   }
 
   form.addEventListener("change", (event) => {
@@ -112,7 +113,7 @@
       box.value = (slider.dataset.values ?? "").split(" ")[Number(slider.value)];
     }
     sliders();
-    counts();
+    settable();
     if (slider.id !== "model" || whole(slider)) redraw();
   });
   form.addEventListener("submit", (event) => { event.preventDefault(); redraw(); });
@@ -141,6 +142,6 @@
   });
   addEventListener("popstate", () => location.reload());
   sliders();
-  counts();
+  settable();
   place(document.body);
 })();
