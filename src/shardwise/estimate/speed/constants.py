@@ -23,7 +23,7 @@ OPS_PER_DEQUANTISED = 3
 OPS_PER_EXPERT = 16  # a looped expert's forward
 # What engines add per micro-batch (see hooks.py): per FSDP unit and per tensor in it; per tensor ZeRO-3 gathers and
 # pass; per trained tensor that ZeRO-1 and ZeRO-2 copy into a bucket.
-OPS_PER_UNIT, OPS_PER_SHARD = 130, 12
+OPS_PER_UNIT, OPS_PER_SHARD = 110, 10
 OPS_PER_GATHERED = 16
 OPS_PER_BUCKETED = 15
 COMPILED_OPS = 0.3  # share of these that remain in a compiled layer
