@@ -1,5 +1,6 @@
 """The order of rows: pure, exact, disjoint over ranks, the same after a resume."""
 
+import sysconfig
 import time
 from pathlib import Path
 
@@ -54,6 +55,16 @@ def test_packing_fills_real_mixes_and_is_fast() -> None:
     bins = pack(lengths, 2048)
     assert time.process_time() - started < 5
     assert lengths.sum() / (len(bins) * 2048) > 0.98
+
+
+@pytest.mark.parametrize("capacity", [2048, 8192])
+def test_packing_fills_sequences_with_files_as_they_are(capacity: int) -> None:
+    """Lengths nobody drew: the modules of Python's library, four characters a token, cut as rows are."""
+    sizes = [path.stat().st_size for path in Path(sysconfig.get_path("stdlib")).glob("*.py")]
+    sizes += [path.stat().st_size for path in Path(sysconfig.get_path("stdlib")).glob("*/*.py")]
+    lengths = np.minimum(np.asarray([size // 4 for size in sizes if size >= 8]), capacity)
+    bins = pack(lengths, capacity)
+    assert len(lengths) > 300 and lengths.sum() / (len(bins) * capacity) > 0.98
 
 
 @settings(max_examples=60, deadline=None)

@@ -62,12 +62,20 @@ def test_exactly_one_length_is_given(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "length",
-    [{}, {"epochs": 3.0}, {"epochs": 2.5}, {"max_steps": 7}, {"max_tokens": 3000}, {"max_tokens": 20_000}],
+    ("kind", "length"),
+    [
+        ("chats", {}),
+        ("chats", {"epochs": 2.5}),
+        ("chats", {"max_tokens": 3000}),
+        ("text", {"epochs": 3.0}),
+        ("text", {"max_tokens": 20_000}),
+        ("weights", {"max_steps": 7}),
+        ("weights", {"epochs": 2.5}),
+        ("weights", {"max_tokens": 20_000}),
+    ],
 )
-@pytest.mark.parametrize("kind", ["chats", "text", "weights"])
 def test_planner_and_trainer_count_the_same_steps(
-    tmp_path: Path, tiny_model: Path, monkeypatch: Any, length: dict[str, Any], kind: str
+    tmp_path: Path, tiny_model: Path, monkeypatch: Any, kind: str, length: dict[str, Any]
 ) -> None:
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
     rows = [chat(f"question {i}", "answer " * (i % 13 + 1)) for i in range(33)]

@@ -128,7 +128,7 @@ def test_a_run_can_go_back_to_its_checkpoint(stream: Open, tmp_path: Path) -> No
     close(one)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(bad=st.lists(st.sampled_from(["row", "line", "long"]), max_size=12), steps=st.integers(1, 9))
 def test_every_row_that_was_read_is_accounted_for(
     stream: Open, tmp_path: Path, bad: list[str], steps: int
