@@ -1,8 +1,10 @@
 """Measure host memory while two ranks load a model: does a node hold one copy of the weights, or one per rank?
 
-    python benchmarks/load_memory.py [--layers 24] [--hidden 1024] [--only NAME] [--out FILE]
+    python benchmarks/load_memory.py [--layers 24] [--hidden 1024] [--precision fp32] [--only NAME] [--out FILE]
 
-A random Llama (bf16) is written to a temporary folder; each engine builds LoRA on it in two processes. What counts is
+A random Llama (bf16) is written to a temporary folder; each engine builds LoRA on it in two processes. In fp32 every
+weight has to be converted, so that no engine can do with views of the mapped file, which transformers gives for
+weights of the file's own dtype on a CPU. What counts is
 memory of the process's own (RssAnon in /proc, sampled every 2 ms) above what it was before the build; pages of the
 mapped files are shared by all ranks and can be dropped, and are told beside it. Linux only.
 """
@@ -71,7 +73,7 @@ def rank(name: str, model: Path, out: Path) -> None:
             "training": {
                 "micro_batch_size": 1,
                 "global_batch_size": ranks.world_size,
-                "precision": "bf16",
+                "precision": os.environ["LOAD_PRECISION"],
                 "activation_checkpointing": "none",
                 "loss": "chunked",
             },
@@ -134,13 +136,14 @@ def write_model(folder: Path, layers: int, hidden: int) -> int:
     return total
 
 
-def measure(name: str, model: Path) -> list[dict[str, int]]:
+def measure(name: str, model: Path, precision: str) -> list[dict[str, int]]:
     """What both ranks of one engine measured."""
     from shardwise.launch import operators, start
 
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-W", "ignore", __file__, "--rank-of", name, "--model", str(model)]
-        outcome = start([*command, "--out", folder], 2, Path(folder) / "logs", operators.environment("cpu"))
+        environment = {**operators.environment("cpu"), "LOAD_PRECISION": precision}
+        outcome = start([*command, "--out", folder], 2, Path(folder) / "logs", environment)
         if outcome.failure:
             raise SystemExit("\n".join((outcome.failure.reason, *outcome.failure.tail)))
         return [json.loads((Path(folder) / f"{r}.json").read_text()) for r in range(2)]
@@ -152,6 +155,7 @@ def main() -> None:
     )
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--precision", choices=("bf16", "fp32"), default="fp32", help="of the model built")
     parser.add_argument("--only", action="append", choices=ENGINES, help="may be given several times")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
@@ -168,9 +172,11 @@ def main() -> None:
         operators.build(tuple(operators.OPERATORS), "cpu", lambda text: print(text, file=sys.stderr))
     with tempfile.TemporaryDirectory() as folder:
         size = write_model(Path(folder), asked.layers, asked.hidden)
-        found = {name: measure(name, Path(folder)) for name in names}
+        size *= 2 if asked.precision == "fp32" else 1
+        found = {name: measure(name, Path(folder), asked.precision) for name in names}
     record = {
-        "what": "LoRA on a random bf16 Llama, two ranks on one CPU: own memory while building, above before",
+        "what": f"LoRA in {asked.precision} on a random Llama stored in bf16, two ranks on one CPU: "
+        "own memory while building, above before",
         "date": date.today().isoformat(),
         "command": "python benchmarks/load_memory.py",
         "versions": dict(situation().versions or {}),

@@ -24,4 +24,4 @@ def test_two_ranks_of_fsdp2_hold_one_copy_while_loading(tmp_path: Path) -> None:
     assert len(ranks) == 2 and size > 100 * 2**20
     # Each rank ends with half of the weights; whole copies on the way would make it three in all.
     assert all(rank["held_own_bytes"] > 0.45 * size for rank in ranks)
-    assert sum(rank["peak_own_bytes"] for rank in ranks) < 1.7 * size
+    assert sum(rank["peak_own_bytes"] for rank in ranks) < 1.8 * size

@@ -89,7 +89,7 @@ _EVERY = {
         _ddp("ddp-full-checkpointing", training={"activation_checkpointing": "full", "loss": "full"}),
         _ddp("ddp-lora-smollm2", method="lora", real=True),
         _ddp("ddp-full-smollm2", real=True, long=True, optimizer=REAL_SGD),
-        _ddp("ddp-qlora-smollm2", method="qlora", real=True),
+        _ddp("ddp-qlora-smollm2", method="qlora", real=True, long=True),
         _ddp("ddp-full-sgd", optimizer=SGD),
         _ddp("ddp-full-adafactor", optimizer={"name": "adafactor"}),
         _ddp("ddp-full-muon", optimizer={"name": "muon"}),

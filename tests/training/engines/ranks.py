@@ -7,6 +7,7 @@ Rank 0 writes FOLDER/ENGINE.json: case -> what was measured, or the traceback.
 import json
 import os
 import sys
+import time
 import traceback
 import warnings
 from pathlib import Path
@@ -211,8 +212,10 @@ def main(engine: str, root: Path) -> None:
     results, references = {}, {}  # type: ignore[var-annotated]
     only = os.environ.get("ONLY", "").split(",")
     for case in (c for c in CASES[engine] if any(part in c.name for part in only)):
+        began = time.perf_counter()
         try:
             results[case.name] = run_case(case, root, ranks, references)
+            results[case.name]["seconds"] = time.perf_counter() - began
         except Exception:
             results[case.name] = {"error": traceback.format_exc()}
             traceback.print_exc()
