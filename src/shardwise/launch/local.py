@@ -28,6 +28,7 @@ from shardwise.units import format_bytes
 INTERRUPTED = 75  # exit code of a rank that stopped on request with its state saved
 DISK_FULL = 74  # exit code of ranks that had no room for a checkpoint
 SETTLE_SECONDS = 1.5  # after a death: time in which the others' own deaths and last words are gathered
+KILLED_SETTLE_SECONDS = 0.3  # the same after a SIGKILL, which is never a consequence of another death
 POLL_SECONDS = 0.05
 TAIL_LINES = 20
 # The last line of a Python traceback, as plain Python and as torch print it.
@@ -237,7 +238,8 @@ def _wait(watch: _Watch) -> None:
             rank.ended_at, rank.ended_unix_seconds = now, time.time()
             rank.channel.pump(0.0)
             if code not in (0, INTERRUPTED):
-                end_at = min(end_at, now + SETTLE_SECONDS)
+                settle = KILLED_SETTLE_SECONDS if code == -signal.SIGKILL else SETTLE_SECONDS
+                end_at = min(end_at, now + settle)
         if sample:
             next_sample = now + 0.5
             _look_for_hang(watch)

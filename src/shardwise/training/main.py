@@ -166,7 +166,6 @@ def rank_main(run: RunFolder, ranks: Ranks, stop: Stop, resume: bool) -> None:
     if streamed is not None:
         print(account_text(streamed), file=sys.stderr, flush=True)
     spent = effective(run)
-    print(str(spent), file=sys.stderr, flush=True)
     measured = {
         "peak_allocated_bytes": meter.peak.bytes,
         "peak_reserved_bytes": meter.peak.reserved_bytes,
