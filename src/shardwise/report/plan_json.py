@@ -3,7 +3,7 @@
 from typing import Any
 
 from shardwise.plan.search import Answer, Option, engine_name
-from shardwise.report.plan_text import recommendation, rule_of_thumb
+from shardwise.report.plan_text import assumptions, recommendation, rule_of_thumb
 
 
 def plan_json(answer: Answer) -> dict[str, Any]:
@@ -24,6 +24,8 @@ def plan_json(answer: Answer) -> dict[str, Any]:
             "offers": [o.name for o in q.offers],
             "budget_usd": q.budget_usd,
             "deadline_seconds": q.deadline_seconds,
+            "buy": q.buy,
+            "goal": q.goal,
         },
         "rule_of_thumb": [{"what": w, "bytes": b, "formula": f} for w, b, f in rule_of_thumb(q.shape)],
         "recommendation": recommendation(answer),
@@ -37,6 +39,7 @@ def plan_json(answer: Answer) -> dict[str, Any]:
             for r in answer.rejected
         ],
         "least_gpus": [{"gpu": x.gpu, "method": x.method, "count": x.count} for x in answer.least],
+        "assumptions": assumptions(answer),
         "tried": answer.tried,
         "notes": [*q.shape.notes, *answer.notes],
     }  # fmt: skip
