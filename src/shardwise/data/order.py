@@ -191,30 +191,38 @@ def make_order(
 
     probe = make(1, 1.0, (0, 1), 1)
     same = all(w == int(w) for w in drawn)  # then every epoch has as many bins and tokens
+    starts, passes, last = _run_length(probe, same, epochs, max_steps, max_tokens)
+    return make(starts[-1], passes, starts, last)
+
+
+def _run_length(
+    probe: Order, same: bool, epochs: float | None, max_steps: int | None, max_tokens: int | None
+) -> tuple[tuple[int, ...], float, int]:
+    """(first step of each epoch and the end of the last, epochs, bins taken of the last epoch)."""
     starts = [0]
     passes = 0.0
     left = float(epochs if epochs is not None else max_steps if max_steps is not None else max_tokens or 0)
-    count = last = 0
+    count = tokens = last = 0
     while left > 1e-9:
         epoch = len(starts) - 1
         if not (same and epoch):
             bins = probe._epoch(epoch)
             count, tokens = len(bins), sum(probe._size(b) for b in bins)
-        steps = math.ceil(count / global_batch_size)
+        steps = math.ceil(count / probe.global_batch_size)
         whole = 1 if epochs is not None else steps if max_steps is not None else tokens
         if left >= whole:
             last = count
         elif epochs is not None:
             last = max(1, math.ceil(left * count - 1e-9))
         elif max_steps is not None:
-            last = min(count, int(left) * global_batch_size)
+            last = min(count, int(left) * probe.global_batch_size)
         else:
             reached = np.cumsum([probe._size(b) for b in probe._epoch(epoch)])
             last = int(np.searchsorted(reached, left)) + 1
-        starts.append(starts[-1] + math.ceil(last / global_batch_size))
+        starts.append(starts[-1] + math.ceil(last / probe.global_batch_size))
         passes += min(1.0, left / whole)
         left -= whole
-    return make(starts[-1], passes, tuple(starts), last)
+    return tuple(starts), passes, last
 
 
 def run_order(rows: Rows, recipe: Recipe, sequence_length: int, global_batch_size: int) -> Order:

@@ -88,48 +88,56 @@ def prepare(
     cache = (cache or default_cache()) / "data"
     key = tokens_key(folder, chat_template, data.train_on)
 
-    def stored(sources: Sequence[Source]) -> tuple[list[Part], Store, Account, str]:
+    def stored(sources: Sequence[Source]) -> _Stored:
         parts = [find_part(s.path, s.format) for s in sources]
         refuse_preference(parts)
         text = json.dumps([*key, [(p.format, digest_of(p.files, cache / "files")) for p in parts]])
         name = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
         chats = any(p.format in ("messages", "sharegpt") for p in parts) or chat_template is not None
         spec = EncoderSpec(folder, chat_template, chats, data.train_on, trust_remote_code)
-        store, account = build_store(parts, cache / name, spec, progress)
-        return parts, store, account, name
+        return _Stored(name, parts, *build_store(parts, cache / name, spec, progress))
 
-    parts, store, account, name = stored(data.train)
+    own = stored(data.train)
     held = stored(data.validation) if isinstance(data.validation, tuple) else None
-    _check_vocabulary([account, *([held[2]] if held else [])], vocabulary, folder, trust_remote_code)
-    stores = [store, *([held[1]] if held else [])]
-    length, why = choose_length(stores, data.sequence_length, max_length)
-    weights = tuple(s.weight for s in data.train)
-    seen = view(store, length, data.overlong, weights, seed)
+    both = [own, *([held] if held else [])]
+    _check_vocabulary([s.account for s in both], vocabulary, folder, trust_remote_code)
+    facts = _facts(cache / own.name, folder, chat_template, trust_remote_code) if own.account.chats else {}
+    return _seen(
+        data, own, held, choose_length([s.store for s in both], data.sequence_length, max_length), seed, facts
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Stored:
+    """Sources that were tokenized, whatever the sequence length will be."""
+
+    name: str  # of the store; made of everything that changes tokens
+    parts: list[Part]
+    store: Store
+    account: Account
+
+
+def _seen(
+    data: Data, own: _Stored, held: _Stored | None, length: tuple[int, str], seed: int, facts: dict[str, str]
+) -> Prepared:
+    """Tokenized rows cut to a length and split. Raises DataError when none is left."""
+    size, why = length
+    seen = view(own.store, size, data.overlong, tuple(s.weight for s in data.train), seed)
     if len(seen.rows) == 0:
-        raise nothing_left(account, seen, len(store.records))
+        raise nothing_left(own.account, seen, len(own.store.records))
+    parts, accounts, views, stores = [*own.parts], [own.account], [seen], [own.store]
+    validation: Rows | None
     if held is None:
         assert not isinstance(data.validation, tuple)
         train, validation, said = split(seen.rows, data.validation, seed)
-        views, accounts = [seen], [account]
     else:
-        other = view(held[1], length, data.overlong, tuple(1.0 for _ in held[0]), seed)
+        other = view(held.store, size, data.overlong, tuple(1.0 for _ in held.parts), seed)
         train, validation = seen.rows, other.rows if len(other.rows) else None
-        said = f"{len(other.rows):,} rows of {', '.join(p.path for p in held[0])}"
-        views, accounts = [seen, other], [account, held[2]]
-    facts = _facts(cache / name, folder, chat_template, trust_remote_code) if account.chats else {}
-    report = report_of(
-        [*parts, *(held[0] if held else [])],
-        accounts,
-        views,
-        stores,
-        train,
-        validation,
-        said,
-        length,
-        why,
-        facts,
-    )
-    return Prepared(train, validation, report, length, name, len(units(validation)) if held is None else 0)
+        said = f"{len(other.rows):,} rows of {', '.join(p.path for p in held.parts)}"
+        parts, accounts = [*parts, *held.parts], [*accounts, held.account]
+        views, stores = [*views, other], [*stores, held.store]
+    report = report_of(parts, accounts, views, stores, train, validation, said, size, why, facts)
+    return Prepared(train, validation, report, size, own.name, len(units(validation)) if held is None else 0)
 
 
 def tokens_key(folder: Path, chat_template: str | None, train_on: str) -> list[Any]:

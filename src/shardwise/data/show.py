@@ -65,6 +65,28 @@ def facts(check: Check) -> list[tuple[str, str]]:
             f"{_count(check.sequences, 'sequence')} an epoch, {check.efficiency:.1%} full",
         ),
     ]
+    out += _of_some(report)
+    if report.streamed:
+        out.append(("streaming", report.streamed))
+    out += [
+        ("system", report.system),
+        (
+            "twice",
+            f"{report.duplicates:,} training rows repeat another; {report.overlap:,} held-out rows are trained on",
+        ),
+    ]
+    if report.template:
+        out.append(("template", report.template))
+    if report.passed_over:
+        out.append(
+            ("passed over", f"{_count(len(report.passed_over), 'file')}: {', '.join(report.passed_over[:5])}")
+        )
+    return out
+
+
+def _of_some(report: DataReport) -> list[tuple[str, str]]:
+    """Lines that only some data sets have."""
+    out: list[tuple[str, str]] = []
     ending = report.rows_train - report.documents_train
     if ending:
         out.append(
@@ -96,21 +118,6 @@ def facts(check: Check) -> list[tuple[str, str]]:
                 f"other {report.rewritten:,} differently once turns follow (it drops reasoning there), so that they "
                 "are not what the model has to write. A template that keeps them: --chat-template qwen, or chatml",
             )
-        )
-    if report.streamed:
-        out.append(("streaming", report.streamed))
-    out += [
-        ("system", report.system),
-        (
-            "twice",
-            f"{report.duplicates:,} training rows repeat another; {report.overlap:,} held-out rows are trained on",
-        ),
-    ]
-    if report.template:
-        out.append(("template", report.template))
-    if report.passed_over:
-        out.append(
-            ("passed over", f"{_count(len(report.passed_over), 'file')}: {', '.join(report.passed_over[:5])}")
         )
     return out
 
