@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from shardwise.errors import RunError
+from shardwise.recipe.schema import Quantization
 from shardwise.training import checks
 from shardwise.training.build import build_engine
 from shardwise.training.engines.protocol import Ranks
@@ -89,6 +90,28 @@ def test_an_engine_that_is_not_what_was_asked_ends_the_run(folder: Path, key: st
     with pytest.raises(RunError, match="not what the recipe asks for") as caught:
         checks.FirstSteps(live, recipe)
     assert f"{key}: asked" in caught.value.why and str(value) in caught.value.why
+
+
+def test_a_base_that_is_not_quantised_as_asked_ends_the_run(folder: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    live, recipe = engine(folder, method="qlora", lora={"rank": 4, "alpha": 8.0})
+    assert checks.live_facts(live)["quantisation"] == "nf4, double"
+    checks.FirstSteps(live, recipe)
+    other = recipe.model_copy(update={"quantization": Quantization(type="fp4", double_quantization=False)})
+    with pytest.raises(RunError) as caught:
+        checks.FirstSteps(live, other)
+    assert "quantisation: asked fp4, single, found nf4, double" in caught.value.why
+    plain, _ = engine(folder, method="lora", lora={"rank": 4, "alpha": 8.0})
+    with pytest.raises(RunError, match="not what"):
+        checks.FirstSteps(plain, recipe)
+
+
+@pytest.mark.parametrize(
+    ("name", "found"), [("ddp", "LossModel"), ("fsdp2", "LossModel"), ("deepspeed", "Linear")]
+)
+def test_a_wrapper_that_is_not_there_is_found(name: str, found: str) -> None:
+    recipe = toy.recipe(engine={"name": name, "processes": 2})
+    assert f"found {found}" in "; ".join(checks.compare_facts({"engine_class": found}, recipe, 2))
 
 
 def test_ranks_with_the_same_rows_are_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,7 @@ class FirstSteps:
         self.engine = engine
         self.steps = 0
         self.watch: GradientWatch | None = GradientWatch(engine)
-        wrong = compare_facts(engine.facts(), recipe, engine.ranks.world_size)
+        wrong = compare_facts(live_facts(engine), recipe, engine.ranks.world_size)
         if wrong:
             raise RunError(
                 "what is live is not what the recipe asks for",
@@ -132,7 +132,23 @@ def live(engine: Engine) -> dict[str, Any]:
 
     `kernels`: {"counts": modules with a kernel by class, "skipped": class -> why it was left alone}.
     """
-    return {"engine": dict(engine.facts()), "kernels": asdict(engine.module.kernels)}
+    return {"engine": live_facts(engine), "kernels": asdict(engine.module.kernels)}
+
+
+def live_facts(engine: Engine) -> dict[str, Any]:
+    """The engine's facts, and how the model under it is quantised: "none", or type, nesting and layers."""
+    found = {
+        f"{state.quant_type}, {'double' if state.nested else 'single'}"
+        for module in engine.module.modules()
+        if (state := _quant_state(module)) is not None
+    }
+    return {**engine.facts(), "quantisation": " and ".join(sorted(found)) or "none"}
+
+
+def _quant_state(module: torch.nn.Module) -> Any:
+    """bitsandbytes' constants of a 4-bit layer; under FSDP2 they lie beside the weight, not on it."""
+    weight = module._parameters.get("weight")
+    return getattr(weight, "quant_state", None) or getattr(module, "quant_state", None)
 
 
 def kernels_told(kernels: Mapping[str, Mapping[str, Any]]) -> str:
@@ -142,9 +158,19 @@ def kernels_told(kernels: Mapping[str, Mapping[str, Any]]) -> str:
     return f"kernels in {put or 'no module'}" + (f"; left alone: {left}" if left else "")
 
 
+# What must really be there; FSDP2 puts its prefix before the class that it wraps in place.
+_CLASSES = {"ddp": "DistributedDataParallel", "fsdp2": "FSDP", "deepspeed": "DeepSpeedEngine"}
+_PREFIXES = ("device", "engine_class")
+
+
 def compare_facts(facts: Mapping[str, Any], recipe: Recipe, world_size: int) -> list[str]:
     """What the live engine is, where it differs from what the recipe asked for."""
-    asked: dict[str, Any] = {"engine": recipe.engine.name, "world_size": world_size}
+    asked: dict[str, Any] = {"engine": recipe.engine.name, "world_size": world_size, "quantisation": "none"}
+    if recipe.method == "qlora":
+        double = "double" if recipe.quantization.double_quantization else "single"
+        asked["quantisation"] = f"{recipe.quantization.type}, {double}"
+    if recipe.engine.name != "single":
+        asked["engine_class"] = _CLASSES[recipe.engine.name]
     if recipe.engine.device != "auto":
         asked["device"] = recipe.engine.device
     precision = {"bf16": "torch.bfloat16", "fp32": "torch.float32"}[recipe.training.precision]
@@ -169,7 +195,7 @@ def compare_facts(facts: Mapping[str, Any], recipe: Recipe, world_size: int) -> 
     return [
         f"{key}: asked {value}, found {facts.get(key)}"
         for key, value in asked.items()
-        if not (str(facts.get(key)).startswith(str(value)) if key == "device" else facts.get(key) == value)
+        if not (str(facts.get(key)).startswith(str(value)) if key in _PREFIXES else facts.get(key) == value)
     ]
 
 

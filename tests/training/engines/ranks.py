@@ -83,8 +83,8 @@ def run_case(case: Case, root: Path, ranks: Ranks, references: dict[str, Any]) -
     trace.losses += rest.losses
     trace.norms += rest.norms
     found |= {"trace": trace, "after": toy.evaluate(engine), "weights": toy.weights(engine)}
-    found["facts"] = engine.facts()
-    found["mismatches"] = checks.compare_facts(engine.facts(), toy.recipe(**case.sections), ranks.world_size)
+    found["facts"] = checks.live_facts(engine)
+    found["mismatches"] = checks.compare_facts(found["facts"], toy.recipe(**case.sections), ranks.world_size)
     found["bytes"] = toy.held_bytes(engine)
     run = RunFolder(root / case.name)
     path = save(run, engine, case.steps, {}, keep=1).path
