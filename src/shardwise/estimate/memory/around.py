@@ -20,6 +20,7 @@ class Around:
     reduced: a layer's gradients in the buffer they are reduced from, until the next layer's are.
     shard: a layer's reduced gradients that stay; None: gradients stay as they are.
     root: gathered embedding and head, all through forward and backward; root_reduced and root_shard: their gradients.
+    live: gathered weights that stay through forward and backward, not through the update.
     reducing: alive for a moment whenever gradients are reduced. bucket: a buffer of the backward pass.
     constant: buffers that live all the time.
     """
@@ -31,6 +32,7 @@ class Around:
     root: int = 0
     root_shard: int = 0
     root_reduced: int = 0
+    live: int = 0
     reducing: int = 0
     bucket: int = 0
     constant: int = 0
@@ -53,12 +55,13 @@ def around(shape: ModelShape, stack: Stack, trainer: Trainer) -> Around:
             return _fsdp2(shape, stack, trainer, c) if n > 1 else NOTHING
         case "zero3":
             # Flat buffers: the reduction bucket in fp32 and the gradient shards; and gathered weights, which stay
-            # while they are within max_live_parameters.
+            # while they are within max_live_parameters; the module at hand is whole however large it is.
             whole = _split(shape, stack, trainer, 1)
-            live = min(stack.max_live_parameters, shape.total_parameters) if n > 1 else 0
+            largest = max(t.size for t in shape.tensors)
+            live = max(largest, min(stack.max_live_parameters, shape.total_parameters)) if n > 1 else 0
             bucket = min(stack.reduce_bucket_size, whole.trained)
             flat = 4 * bucket + c * whole.trained // n
-            return Around(constant=c * live + flat, shard=0)
+            return Around(constant=flat, live=c * live, shard=0)
         case "zero1" | "zero2":
             # Gradients go through a bucket (two when communication overlaps) into this rank's part.
             whole = _split(shape, stack, trainer, 1)

@@ -255,7 +255,7 @@ class Forward:
 
     def kept_when_selective(self) -> int:
         """Bytes of a layer that selective checkpointing does not make again: attention's output, and where the
-        policy says so half of the matrix products' outputs."""
+        policy says so the output of every second matrix product."""
         b, c = self.block, self.w.compute
         if b.softcap and self.trainer.kernels:
             return 0  # no single operation to keep
@@ -263,8 +263,8 @@ class Forward:
         if not self.trainer.selective_products:
             return attention
         mlp = (*b.mlp_in, *((b.mlp_out,) if b.mlp_out else ()))
-        outputs = sum(m.outputs for m in (*b.attention_in, b.attention_out, *mlp))
-        return attention + self.tokens * outputs * c // 2
+        products = (*b.attention_in, b.attention_out, *mlp)
+        return attention + self.tokens * sum(m.outputs for m in products[::2]) * c
 
     # Parts of a layer
 

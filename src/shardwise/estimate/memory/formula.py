@@ -95,7 +95,7 @@ def _notes(
         )
     if stack.sharding in ("zero1", "zero2", "zero3"):
         bucket = around(shape, stack, trainer)
-        buffers = bucket.constant + bucket.bucket
+        buffers = bucket.constant + bucket.live + bucket.bucket
         if buffers > BUFFERS_SHARE * max(phases.values()):
             notes.append(
                 f"{stack.sharding}'s buffers take {format_bytes(buffers)}: smaller buckets "

@@ -52,7 +52,7 @@ def play(q: Question, sheet: Sheet | None = None) -> Sheet:
     sheet = sheet or Sheet()
     forward = Forward(sheet, q.block, q.trainer, q.widths, q.tokens, q.attention, q.sequence, q.on_cpu)
     around = q.around
-    sheet.add(around.constant + around.root, "engine")
+    sheet.add(around.constant + around.root + around.live, "engine")
     sheet.add(around.root if around.gathered else 0, "engine")  # the buffer the root was gathered into
     sheet.add(32 * q.tokens, "inputs")  # ids, positions, labels, indices: 4 x int64
     sheet.drop_weight_gradients = q.hook_takes_gradients
@@ -80,7 +80,7 @@ def play(q: Question, sheet: Sheet | None = None) -> Sheet:
         sheet.drop(embedded.grad)
     if around.shard is not None:
         _reduce_root(sheet, q)
-    sheet.remove(around.bucket, "engine")
+    sheet.remove(around.bucket + around.live, "engine")
     if logits is not None:
         sheet.drop(logits)
     return sheet
