@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
-from shardwise.errors import UsageError
+from shardwise.errors import Interrupted, UsageError
 from shardwise.launch.guard import bind
 from shardwise.launch.local import ECHOES, GUARD
 from shardwise.launch.terminal import open_channel
@@ -77,8 +77,12 @@ def run_rank(run: RunFolder, environment: Mapping[str, str], echo: bool = False)
     rank, attempt = int(environment["RANK"]), environment.get(ATTEMPT, "")
     record = end_path(run, rank)
     earlier = read_json(record) or {}
-    if attempt and (earlier.get("attempt"), earlier.get("exit_code")) == (attempt, UsageError.exit_code):
-        return UsageError.exit_code  # refused a moment ago: the launcher's next try would only say so again
+    if attempt and earlier.get("attempt") == attempt:
+        code = earlier.get("exit_code")
+        if code == UsageError.exit_code:
+            return code  # refused a moment ago: the launcher's next try would only say so again
+        if code == Interrupted.exit_code and stop_path(run).exists():
+            return code  # stopped because a person asked: the launcher takes it for a failure and tries again
     record.unlink(missing_ok=True)
     run.logs_path.mkdir(parents=True, exist_ok=True)
     log = log_path(run, rank)
@@ -93,7 +97,7 @@ def run_rank(run: RunFolder, environment: Mapping[str, str], echo: bool = False)
         env={**environment, "PYTHONUNBUFFERED": "1"},
     )
     channel.started()
-    _pass_on(process)
+    asked = _pass_on(process)
     look_at = 0.0
     while process.poll() is None:
         channel.pump(POLL_SECONDS)
@@ -103,10 +107,13 @@ def run_rank(run: RunFolder, environment: Mapping[str, str], echo: bool = False)
             look_at = time.monotonic() + STOP_FILE_SECONDS
             if stop_path(run).exists():
                 process.send_signal(signal.SIGTERM)
+                asked.append(signal.SIGTERM)
                 look_at = float("inf")
     channel.pump(0.0)
     channel.close()
     code = process.returncode
+    if asked and code == -signal.SIGTERM:  # before it could listen: there is nothing that is not saved
+        code = Interrupted.exit_code
     tail = _tail(log)
     said = next((line for line in reversed(tail) if line.startswith("error:")), tail[-1] if tail else "")
     killed = f"killed by {_signal_name(-code)}" if code < 0 else ""
@@ -126,16 +133,19 @@ def run_rank(run: RunFolder, environment: Mapping[str, str], echo: bool = False)
     return end.exit_code
 
 
-def _pass_on(process: "subprocess.Popen[bytes]") -> None:
-    """A request to stop goes to the rank, which saves and ends."""
+def _pass_on(process: "subprocess.Popen[bytes]") -> list[int]:
+    """A request to stop goes to the rank, which saves and ends. The list tells that one came."""
+    asked: list[int] = []
 
-    def on_signal(_: int, __: FrameType | None) -> None:
+    def on_signal(number: int, _: FrameType | None) -> None:
+        asked.append(number)
         with suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         with suppress(ValueError):  # not the main thread, as in a Ray worker
             signal.signal(number, on_signal)
+    return asked
 
 
 def _signal_name(number: int) -> str:

@@ -268,7 +268,8 @@ def outcome(ends: Sequence[RankEnd], launcher_code: int, has_checkpoint: bool) -
     if launcher_code == 0 and whole and codes == {0}:
         return 0, ""
     if whole and Interrupted.exit_code in codes and codes <= {0, Interrupted.exit_code}:
-        return Interrupted.exit_code, "stopped on request, state saved"
+        saved = "state saved" if has_checkpoint else "before anything was saved"
+        return Interrupted.exit_code, f"stopped on request, {saved}"
     failed = [e for e in ends if e.exit_code not in (0, Interrupted.exit_code)]
     if failed and {e.exit_code for e in failed} == {UsageError.exit_code} and not has_checkpoint:
         return UsageError.exit_code, failed[0].reason
