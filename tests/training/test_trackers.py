@@ -3,8 +3,9 @@
 import importlib.util
 import json
 import sqlite3
+import struct
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -40,15 +41,28 @@ def from_tensorboard(folder: Path) -> Told:
     return found
 
 
+def level_db_log(raw: bytes, start: int) -> Iterator[bytes]:
+    """Records of LevelDB's log format: blocks of 32 KiB; checksum 4, length 2, kind 1 (1 whole, 4 the last part)."""
+    at, part = start, b""
+    while at + 7 <= len(raw):
+        left = 2**15 - at % 2**15
+        if left < 7:
+            at += left
+            continue
+        length, kind = struct.unpack("<HB", raw[at + 4 : at + 7])
+        part += raw[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield part
+            part = b""
+
+
 def from_wandb(folder: Path) -> Told:
     from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
 
     found: Told = defaultdict(dict)
     (file,) = (folder / "runs" / "tracked" / "wandb").glob("offline-run-*/run-*.wandb")
-    store = DataStore()
-    store.open_for_scan(str(file))
-    while (data := store.scan_data()) is not None:
+    for data in level_db_log(file.read_bytes(), start=7):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
         items = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
