@@ -1,5 +1,6 @@
 """torch.compile per layer: the same steps as without, compiled a fixed number of times however rows are packed."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.training import compiling
 from shardwise.training.build import build_engine
 from shardwise.training.engines.protocol import Ranks
 from shardwise.training.model import ModelFolder
@@ -35,8 +37,12 @@ def graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_a_compiled_layer_trains_as_before(folder: Path, checkpointing: str) -> None:
+# inductor compiles C++, half a minute; aot_eager does all but that.
+@pytest.mark.parametrize(("checkpointing", "backend"), [("none", "aot_eager"), ("full", "inductor")])
+def test_a_compiled_layer_trains_as_before(
+    folder: Path, checkpointing: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "BACKEND", os.environ.get("COMPILE_BACKEND", backend))
     plain = engine(folder, activation_checkpointing=checkpointing)
     torch._dynamo.reset()
     before = graphs()

@@ -93,7 +93,6 @@ _EVERY = {
         _ddp("ddp-full-sgd", optimizer=SGD),
         _ddp("ddp-full-adafactor", optimizer={"name": "adafactor"}),
         _ddp("ddp-full-muon", optimizer={"name": "muon"}),
-        _ddp("ddp-full-muon-bf16", optimizer={"name": "muon"}, **BF16),
         _ddp("ddp-full-8bit", optimizer=EIGHT_BIT, weights=1e-3),
     ),
     "fsdp2": (

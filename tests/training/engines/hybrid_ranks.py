@@ -22,7 +22,6 @@ STEPS = 20
 CASES: dict[str, dict[str, Any]] = {
     "adamw": {},
     "muon": {"optimizer": {"name": "muon"}},
-    "adafactor": {"optimizer": {"name": "adafactor"}},
 }
 
 
