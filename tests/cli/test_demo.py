@@ -26,7 +26,9 @@ def test_demo_trains_a_real_model_and_keeps_its_estimate(smollm2: Path, tmp_path
     dry = ("train", tmp_path / "shardwise-demo" / "recipe.yaml", "--dry-run")
     again = shardwise(*dry, cwd=tmp_path, OMP_NUM_THREADS="2")
     assert again.returncode == 0, again.stderr
-    if summary["measured"]["training_seconds"] >= LEAST_SECONDS:  # the run taught the next estimate, which says so
+    if (
+        summary["measured"]["training_seconds"] >= LEAST_SECONDS
+    ):  # the run taught the next estimate, which says so
         assert "1 finished run on this machine" in " ".join(again.stdout.split())
 
 
