@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,8 +73,9 @@ class Going:
         """Process ids by rank."""
         found = {}
         for child in psutil.Process(self.process.pid).children(recursive=True):
-            if "shardwise.training.main" in " ".join(child.cmdline()):
-                found[int(child.environ()["RANK"])] = child.pid
+            with suppress(psutil.NoSuchProcess):  # some live only for a moment
+                if "shardwise.training.main" in " ".join(child.cmdline()):
+                    found[int(child.environ()["RANK"])] = child.pid
         return [found[rank] for rank in sorted(found)]
 
     def everyone(self) -> list[int]:

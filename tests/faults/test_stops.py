@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import time
+from contextlib import suppress
 
 import pytest
 from faulty import PATIENCE, Train, record
@@ -31,7 +32,8 @@ def test_sigterm_leaves_one_checkpoint_of_one_step_and_loses_nothing(train: Trai
     time.sleep(draw.uniform(0.0, 0.1))
     pids = {"launcher": [going.process.pid], "one rank": going.ranks()[number % 2 :][:1]}
     for pid in pids.get(who) or going.everyone():
-        os.kill(pid, signal.SIGTERM)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
     began = time.monotonic()
     ended = going.end()
     seconds = time.monotonic() - began

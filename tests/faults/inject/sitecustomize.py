@@ -31,6 +31,7 @@ WATCH, MODEL, SAVE = (
     "shardwise.training.checkpoint.save",
 )
 SIGNALS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "term": signal.SIGTERM, "usr1": signal.SIGUSR1}
+STRIKES = {*SIGNALS, "raise", "sleep", "fill"}  # what happens once
 MINE = os.environ.get("RANK", "0") == rank
 now = 0  # the step that this rank is in
 saves = 0
@@ -86,7 +87,7 @@ def change_watch(module: Any) -> None:
             subprocess.Popen(["sleep", "600"])
         if kind == "kills" and part == "saving":
             kill_in_a_save()
-        if part == phase and at == int(step) and MINE and kind not in ("kills", "nan", "nan_gradient"):
+        if kind in STRIKES and MINE and part == phase and at == int(step):
             strike()
 
     module.Watch.beat = beat
