@@ -1,26 +1,125 @@
 """How fast rows are prepared and packed, and that memory does not grow with their number.
 
-    python benchmarks/data_preparation.py MODEL_FOLDER [ROWS]
+    python benchmarks/data_preparation.py MODEL_FOLDER [ROWS] [--json FILE]
 
 Writes ROWS synthetic chats (lognormal lengths, median about 230 tokens), prepares a quarter of them and then all
-of them in fresh processes, and prints rows per second, CPU seconds and the peak resident set of each.
+of them in fresh processes, then streams the same two files once, and prints rows per second, CPU seconds and the
+peak resident set of each.
 """
 
+import argparse
 import json
+import os
+import platform
 import random
 import resource
 import subprocess
 import sys
 import tempfile
 import time
+from importlib import metadata
 from pathlib import Path
 
-WORDS = (
-    "the a of to and in that it is was for on are with as they be at one have this from or had by hot but some what "
-    "there we can out other were all your when up use word how said an each she which do their time if will way "
-    "about many then them would write like so these her long make thing see him two has look more day could go come "
-    "did my sound no most number who over know water than call first people may down side been now find any new"
-).split()
+WORDS = [
+    "the",
+    "a",
+    "of",
+    "to",
+    "and",
+    "in",
+    "that",
+    "it",
+    "is",
+    "was",
+    "for",
+    "on",
+    "are",
+    "with",
+    "as",
+    "they",
+    "be",
+    "at",
+    "one",
+    "have",
+    "this",
+    "from",
+    "or",
+    "had",
+    "by",
+    "hot",
+    "but",
+    "some",
+    "what",
+    "there",
+    "we",
+    "can",
+    "out",
+    "other",
+    "were",
+    "all",
+    "your",
+    "when",
+    "up",
+    "use",
+    "word",
+    "how",
+    "said",
+    "an",
+    "each",
+    "she",
+    "which",
+    "do",
+    "their",
+    "time",
+    "if",
+    "will",
+    "way",
+    "about",
+    "many",
+    "then",
+    "them",
+    "would",
+    "write",
+    "like",
+    "so",
+    "these",
+    "her",
+    "long",
+    "make",
+    "thing",
+    "see",
+    "him",
+    "two",
+    "has",
+    "look",
+    "more",
+    "day",
+    "could",
+    "go",
+    "come",
+    "did",
+    "my",
+    "sound",
+    "no",
+    "most",
+    "number",
+    "who",
+    "over",
+    "know",
+    "water",
+    "than",
+    "call",
+    "first",
+    "people",
+    "may",
+    "down",
+    "side",
+    "been",
+    "now",
+    "find",
+    "any",
+    "new",
+]
 
 
 def write_rows(path: Path, rows: int) -> None:
@@ -67,11 +166,53 @@ def prepare_once(model: str, path: str, cache: str) -> None:
     )
 
 
+def stream_once(model: str, path: str, rows: str) -> None:
+    """As `prepare_once`, without keeping anything: as many rows, as one rank of a run would get them."""
+    from shardwise.data import prepare  # noqa: PLC0415
+    from shardwise.data.stream_reader import StreamReader  # noqa: PLC0415
+    from shardwise.recipe import parse_recipe  # noqa: PLC0415
+
+    data = {"train": path, "sequence_length": 2048, "streaming": True}
+    tree = {"model": "x", "data": data, "training": {"max_steps": 10**6}}
+    spec = prepare(parse_recipe(json.dumps(tree)).data, model).stream
+    assert spec is not None
+    started = time.perf_counter()
+    reader = StreamReader(spec, 8)
+    step = sequences = tokens = 0
+    while reader.account(step)[1] < int(rows):
+        for block, one in reader.sequences(step):
+            sequences, tokens = sequences + 1, tokens + int(block.rows.lengths[list(one)].sum())
+        step += 1
+    reader.close()
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    print(
+        json.dumps(
+            {
+                "rows": reader.account(step)[1],
+                "tokens": tokens,
+                "seconds": time.perf_counter() - started,
+                "efficiency": tokens / (sequences * 2048),
+                "cpu_seconds": usage.ru_utime + usage.ru_stime,
+                "peak_resident_bytes": usage.ru_maxrss * 1024,
+            }
+        )
+    )
+
+
 def main() -> None:
     if sys.argv[1] == "--once":
         prepare_once(*sys.argv[2:5])
         return
-    model, rows = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 100_000
+    if sys.argv[1] == "--stream":
+        stream_once(*sys.argv[2:5])
+        return
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("rows", type=int, nargs="?", default=100_000)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    model, rows = given.model, given.rows
+    results: dict[str, list[dict[str, float]]] = {"prepared": [], "streamed": []}
     with tempfile.TemporaryDirectory() as folder:
         for count in (rows // 4, rows):
             path = Path(folder) / f"{count}.jsonl"
@@ -79,13 +220,31 @@ def main() -> None:
             command = [sys.executable, __file__, "--once", model, str(path), f"{folder}/cache"]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             found = json.loads(done.stdout.splitlines()[-1])
+            results["prepared"].append(found)
             print(
                 f"{found['rows']:,} rows, {found['tokens']:,} tokens: {found['seconds']:.1f} s "
                 f"({found['rows'] / found['seconds']:,.0f} rows/s), {found['cpu_seconds']:.1f} CPU s, "
                 f"peak resident set {found['peak_resident_bytes'] / 2**20:.0f} MiB of one process; "
                 f"again from the cache {found['again_seconds']:.2f} s; "
-                f"packing {found['pack_seconds']:.2f} s, {found['efficiency']:.1%} full"
+                f"packing {found['pack_seconds']:.2f} s, {found['efficiency']:.1%} full",
+                flush=True,
             )
+            command = [sys.executable, __file__, "--stream", model, str(path), str(count)]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            found = json.loads(done.stdout.splitlines()[-1])
+            results["streamed"].append(found)
+            print(
+                f"streamed: {found['rows']:,} rows, {found['tokens']:,} tokens: {found['seconds']:.1f} s, "
+                f"{found['cpu_seconds']:.1f} CPU s, peak resident set "
+                f"{found['peak_resident_bytes'] / 2**20:.0f} MiB, sequences {found['efficiency']:.1%} full",
+                flush=True,
+            )
+    if given.json:
+        versions = {name: metadata.version(name) for name in ("tokenizers", "transformers", "numpy")}
+        facts = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count(), **versions}
+        given.json.write_text(
+            json.dumps({"facts": facts, "model": Path(model).name, **results}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":
