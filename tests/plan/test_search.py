@@ -196,7 +196,7 @@ def test_what_the_host_cannot_hold_is_named_with_numbers() -> None:
     assert reasons
     assert all("of host memory per node, of 64.00 GiB" in r for r in reasons)
     assert reasons[0] in plan_text(found)
-    nothing = ask("meta-llama/Llama-2-7b-hf", gpus="1xRTX4060Ti-16GB", methods=("full",))
+    nothing = ask("Qwen/Qwen2.5-32B", gpus="1xRTX4060Ti-16GB", methods=("full",))
     assert nothing.recommended is None
     assert "of host memory per node, of 64.00 GiB" in recommendation(nothing)
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from shardwise.estimate.memory.reduction import Bucket
 from shardwise.estimate.memory.shards import Shards, shards
 from shardwise.estimate.memory.states import four_bit_bytes
 from shardwise.estimate.memory.trainer import Trainer
@@ -20,9 +21,9 @@ class Around:
     reduced: a layer's gradients in the buffer they are reduced from, until the next layer's are.
     shard: a layer's reduced gradients that stay; None: gradients stay as they are.
     root: gathered embedding and head, all through forward and backward; root_reduced and root_shard: their gradients.
-    live: gathered weights that stay through forward and backward, not through the update.
     reducing: alive for a moment whenever gradients are reduced. bucket: a buffer of the backward pass.
-    constant: buffers that live all the time.
+    constant: buffers that live all the time. live: weights that ZeRO-3 has gathered in forward and backward; its
+    prefetcher runs ahead until they are max_live_parameters. hooked: it gathers them in hooks of their layers.
     """
 
     gathered: int = 0
@@ -32,10 +33,12 @@ class Around:
     root: int = 0
     root_shard: int = 0
     root_reduced: int = 0
-    live: int = 0
     reducing: int = 0
     bucket: int = 0
     constant: int = 0
+    buckets: Bucket | None = None  # of DeepSpeed
+    live: int = 0
+    hooked: bool = False
 
 
 NOTHING = Around()
@@ -54,6 +57,10 @@ def around(shape: ModelShape, stack: Stack, trainer: Trainer) -> Around:
         case "fsdp2":
             return _fsdp2(shape, stack, trainer, c) if n > 1 else NOTHING
         case "zero3":
+            if trainer.kernels:
+                return _zero3(
+                    shape, stack, _split(shape, stack, trainer, 1), _split(shape, stack, trainer, n), c
+                )
             # Flat buffers: the reduction bucket in fp32 and the gradient shards; and gathered weights, which stay
             # while they are within max_live_parameters; the module at hand is whole however large it is.
             whole = _split(shape, stack, trainer, 1)
@@ -63,8 +70,10 @@ def around(shape: ModelShape, stack: Stack, trainer: Trainer) -> Around:
             flat = 4 * bucket + c * whole.trained // n
             return Around(constant=flat, live=c * live, shard=0)
         case "zero1" | "zero2":
-            # Gradients go through a bucket (two when communication overlaps) into this rank's part.
             whole = _split(shape, stack, trainer, 1)
+            if trainer.kernels:
+                return _zero(shape, stack, whole, c)
+            # Gradients go through a bucket (two when communication overlaps) into this rank's part.
             bucket = min(stack.reduce_bucket_size, whole.trained) * (2 if n > 1 else 1)
             if trainer.whole_buckets:
                 bucket = 2 * stack.reduce_bucket_size
@@ -74,6 +83,79 @@ def around(shape: ModelShape, stack: Stack, trainer: Trainer) -> Around:
                 root_shard=c * whole.root_trained // n,
             )
     return NOTHING
+
+
+def _zero(shape: ModelShape, stack: Stack, whole: Shards, c: int) -> Around:
+    """DeepSpeed's ZeRO-1 and 2 as our engine sets them up.
+
+    ZeRO-1 with several micro-batches sums whole gradients in fp32 and keeps those of the weights' dtype (`held`).
+    """
+    accumulates = stack.gradient_accumulation_steps > 1
+    if stack.sharding == "zero1" and accumulates:
+        return NOTHING
+    part = -(-whole.trained // stack.dp_shard)
+    offloads = stack.offload_optimizer != "none"
+    largest = max(t.size for t in shape.tensors) if stack.method == "full" else 0
+    covered = _covering(shape, stack, part)
+    return Around(
+        constant=c * largest if offloads else 0,  # gradients on their way to the host, a tensor at a time
+        buckets=Bucket(
+            elements=min(stack.reduce_bucket_size, whole.trained),
+            width=c,
+            # Parts of several ranks are put in a row first; a sum in another dtype is a copy.
+            reducing=(c if stack.dp_shard > 1 else 0) + (4 if c < 4 else 0),
+            # With several micro-batches this rank's sums live all the time (`held`).
+            part=0 if accumulates or offloads else c * covered,
+            part_elements=covered,
+            trained=whole.trained,
+            slice=part,
+        ),
+    )
+
+
+def _zero3(shape: ModelShape, stack: Stack, whole: Shards, mine: Shards, c: int) -> Around:
+    """ZeRO-3 as our engine sets it up (deepspeed/runtime/zero/stage3.py, partitioned_param_coordinator.py, 0.19.8).
+
+    Flat buffers live all the time: the reduction bucket in fp32 and this rank's gradients.
+    """
+    accumulates = stack.gradient_accumulation_steps > 1
+    bucket = min(stack.reduce_bucket_size, whole.trained)
+    sums = 4 if accumulates or c == 4 else 2
+    gradients = sums * mine.trained if stack.offload_optimizer == "none" else 0
+    layer = whole.layer_trained + whole.layer_frozen
+    head = shape.vocab_size * shape.hidden_size
+    small = sum(t.parameters for t in shape.tensors if t.size <= stack.param_persistence_threshold)
+    running = min(layer, _largest(shape) + min(layer, stack.prefetch_bucket_size))
+    live = max(min(stack.max_live_parameters, shape.total_parameters), head + running)
+    return Around(
+        constant=4 * bucket + gradients + c * small,
+        buckets=Bucket(bucket, c, sums if sums < 4 else 0, 0, 0, whole.trained, count=0),
+        live=c * live if stack.dp_shard > 1 or stack.offload_parameters != "none" else 0,
+        hooked=True,
+    )
+
+
+def _largest(shape: ModelShape) -> int:
+    return max((t.size for t in shape.tensors if t.per_layer and t.part == "text"), default=0)
+
+
+def _covering(shape: ModelShape, stack: Stack, part: int) -> int:
+    """Elements of all tensors that begin in rank 0's part: whole tensors are kept, also the one that ends beyond."""
+    if stack.method != "full":
+        return part
+    covered = 0
+    tensors = [t for t in shape.tensors if t.kind == "embedding"]
+    layer = [t for t in shape.tensors if t.per_layer and t.part == "text" and t.kind not in ("norm", "bias")]
+    for t in tensors:
+        covered += t.parameters
+    per_layer = sum(t.parameters for t in layer) // shape.num_hidden_layers
+    if covered < part and per_layer:
+        covered += (part - covered) // per_layer * per_layer
+    for t in layer:
+        if covered >= part:
+            break
+        covered += t.parameters // shape.num_hidden_layers
+    return max(covered, part)
 
 
 def _fsdp2(shape: ModelShape, stack: Stack, trainer: Trainer, c: int) -> Around:

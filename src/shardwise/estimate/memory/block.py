@@ -23,10 +23,14 @@ class Forward:
         attention: str,
         sequence: int,
         on_cpu: bool,
+        hooked: bool = False,
     ) -> None:
         self.sheet, self.block, self.trainer, self.w = sheet, block, trainer, widths
         self.tokens, self.attention, self.sequence = tokens, attention, sequence
         self.on_cpu = on_cpu
+        # ZeRO-3 gathers weights in hooks of their layers: kernels that read them without calling the layer stay
+        # out, and its own linear layer keeps every input.
+        self.hooked = hooked
         self.layer_name = ""
         self.shared: Paper | None = None  # the input of adapters that share one dropout
 
@@ -35,7 +39,7 @@ class Forward:
     def linear(self, x: Paper, m: Matrix) -> Paper:
         """x @ W.T (+ b), and the adapter's low-rank update where there is one."""
         sheet, w, tokens = self.sheet, self.w, self.tokens
-        if m.rank and self.trainer.kernels and w.adapter == w.compute:
+        if m.rank and self.trainer.kernels and w.adapter == w.compute and not self.hooked:
             return self._adapted(x, m)
         cast = x.bytes != tokens * m.inputs * w.compute
         source = sheet.op(tokens * m.inputs * w.compute, [x]) if cast else x
@@ -44,11 +48,11 @@ class Forward:
         base = sheet.op(
             tokens * m.outputs * w.compute,
             [source],
-            [source] if m.trained or (m.quantised and self.trainer.quantised_inputs) else [],
+            [source] if m.trained or self.hooked or (m.quantised and self.trainer.quantised_inputs) else [],
             weights=weights,
             scratch=whole,
             backward_scratch=whole,
-            views=not m.quantised,
+            views=not m.quantised and not self.hooked,
         )
         if cast:
             sheet.drop(source)
@@ -79,7 +83,7 @@ class Forward:
     def _gated(self, gate: Paper, up: Paper, m: Matrix) -> Paper:
         """Our kernel: (silu(gate) * up) W'; the product is made again in the backward."""
         sheet, c, name = self.sheet, self.w.compute, f"{self.layer_name}{m.name}"
-        if m.quantised:
+        if m.quantised or self.hooked:
             product = sheet.op(gate.bytes, [gate, up], [gate, up], backward_scratch=gate.bytes)
             y = self.linear(product, m)
             sheet.drop(product)

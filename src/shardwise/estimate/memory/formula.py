@@ -35,6 +35,7 @@ PROVEN = frozenset(
         "gpt_neox",
         "starcoder2",
         "gemma",
+        "gemma2",
     )
 )
 NARROW, WIDE = 0.03, 0.15
@@ -60,6 +61,7 @@ def estimate_memory(shape: ModelShape, stack: Stack, trainer: Trainer | None = N
     moving = step_terms if peak_phase == "step" else sheet.at_peak.get(peak_phase, {})
     allocated = phases[peak_phase]
     proven = shape.model_type in PROVEN and not shape.is_moe and trainer.name == OURS.name
+    proven = proven and stack.sharding != "zero3"  # what its prefetcher gathers when is not played
     spread = NARROW if proven else WIDE
     return MemoryEstimate(
         allocated_bytes=allocated,
@@ -95,7 +97,9 @@ def _notes(
         )
     if stack.sharding in ("zero1", "zero2", "zero3"):
         bucket = around(shape, stack, trainer)
-        buffers = bucket.constant + bucket.live + bucket.bucket
+        buffers = (
+            bucket.constant + bucket.live + bucket.bucket + (bucket.buckets.bytes if bucket.buckets else 0)
+        )
         if buffers > BUFFERS_SHARE * max(phases.values()):
             notes.append(
                 f"{stack.sharding}'s buffers take {format_bytes(buffers)}: smaller buckets "
@@ -185,12 +189,14 @@ def _step(sheet: Sheet, states: Held, stack: Stack, trainer: Trainer) -> dict[st
     temporaries = 0.0 if trainer.fused_optimizer else UPDATE_TEMPORARIES.get(stack.optimizer, 0.0)
     elements = states.update_elements
     if stack.offload_optimizer != "none":
-        return {"gradients": sheet.terms["gradients"]}
+        engine = sheet.terms["engine"] if stack.sharding != "fsdp2" else 0
+        return {"gradients": sheet.terms["gradients"], "engine": engine}
     state = temporaries * (trainer.state_bytes / 4 if trainer.whole_step else 1) * elements
     # Our updater turns one bucket of bf16 gradients into fp32 at a time: +4 for the copy, -2 for what it replaces.
     copied = 0
     if stack.sharding in ("zero1", "zero2", "zero3"):
-        copied = 4 * elements  # this rank's gradients in fp32, all at once
+        if stack.gradient_accumulation_steps == 1 or not trainer.kernels:  # else they are in fp32 already
+            copied = 4 * elements  # this rank's gradients in fp32, all at once
     elif states.masters and stack.sharding in ("single", "ddp") and stack.gradient_accumulation_steps == 1:
         copied = (2 if stack.sharding == "single" else 4) * elements
     return {

@@ -8,7 +8,7 @@ scratch memory inside one kernel unless the operation states it.
 It exists because a peak is a moment, not a sum: which tensors overlap is decided by this order.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from shardwise.estimate.memory.terms import TERMS
 
@@ -66,6 +66,8 @@ class Sheet:
         self.grad_enabled = True
         self.gradients: dict[str, int] = {}  # parameter name -> bytes of its .grad
         self.drop_weight_gradients = False  # a hook takes each gradient away as soon as it is complete
+        self.take: Callable[[Sheet, int], None] | None = None  # takes over every gradient of a parameter
+        self.ready: list[int] = []  # bytes of gradients that are complete
         self.term = "activations"
 
     # Plain storage
@@ -154,6 +156,7 @@ class Sheet:
             self.drop(*node.saved)
             for tensor, new in made:
                 self._collect(tensor, new)
+            self.hand_over()
 
     def _run(self, node: Node, grad: Paper) -> list[tuple[Paper, Paper]]:
         self.flash(node.early)
@@ -184,9 +187,19 @@ class Sheet:
             tensor.grad = self.new(tensor.bytes, "temporaries")
             self.drop(old, new)
 
+    def hand_over(self) -> None:
+        """Complete gradients go to whoever takes them, after the operation that made them let go of its tensors."""
+        if self.take is not None and self.ready:
+            ready, self.ready = self.ready, []
+            for size in ready:
+                self.take(self, size)
+
     def weight_gradient(self, name: str, size: int) -> None:
         """A parameter's gradient has been formed: it becomes its .grad, or is added to the one it has."""
-        if name in self.gradients or self.drop_weight_gradients:
+        if self.take is not None:
+            self.add(size, "temporaries")
+            self.ready.append(size)
+        elif name in self.gradients or self.drop_weight_gradients:
             self.flash(size)  # added to the one that is there
         else:
             self.gradients[name] = size

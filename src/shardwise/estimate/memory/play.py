@@ -10,6 +10,7 @@ from shardwise.estimate.memory.around import NOTHING, Around
 from shardwise.estimate.memory.block import Forward
 from shardwise.estimate.memory.layer import Block, Widths
 from shardwise.estimate.memory.paper import Paper, Sheet
+from shardwise.estimate.memory.reduction import Reducer
 from shardwise.estimate.memory.trainer import Trainer
 
 
@@ -50,7 +51,8 @@ class _Segment:
 def play(q: Question, sheet: Sheet | None = None) -> Sheet:
     """The sheet after forward, loss and backward; the step is added by the caller, who knows the states."""
     sheet = sheet or Sheet()
-    forward = Forward(sheet, q.block, q.trainer, q.widths, q.tokens, q.attention, q.sequence, q.on_cpu)
+    forward = Forward(sheet, q.block, q.trainer, q.widths, q.tokens, q.attention, q.sequence, q.on_cpu,
+                      q.around.hooked)  # fmt: skip
     around = q.around
     sheet.add(around.constant + around.root + around.live, "engine")
     sheet.add(around.root if around.gathered else 0, "engine")  # the buffer the root was gathered into
@@ -66,13 +68,26 @@ def play(q: Question, sheet: Sheet | None = None) -> Sheet:
     table = q.vocabulary * q.block.hidden * q.widths.weight
     embedded = sheet.op(size, [], weights=[("embedding", table)] if trained else [])
     embedded.needs_grad = trained or q.trainer.input_gradients
+    reducer = None if around.buckets is None else Reducer(around.buckets)
+    sheet.take = None if reducer is None else reducer.take
     embedded.refs += 1  # a variable of the model's forward, until the last norm
     segments, between = _layers_forward(sheet, forward, q, embedded)
     logits = _loss(sheet, forward, q, segments[-1].exit, embedded)
     sheet.add(around.bucket, "engine")
-    _layers_backward(sheet, forward, q, segments, between)
+    _layers_backward(sheet, forward, q, segments, between, reducer)
     sheet.drop(rotary)
-    if trained:
+    if reducer is not None:
+        if trained:
+            sheet.add(table, "temporaries")
+            if q.tied:  # the head's gradient waited for this one
+                sheet.remove(table, "temporaries")
+            sheet.ready.append(table)
+        if embedded.grad is not None:
+            sheet.drop(embedded.grad)
+            embedded.grad = None
+        sheet.hand_over()
+        reducer.finish(sheet)
+    elif trained:
         sheet.flash(table, "gradients" if not q.hook_takes_gradients else "temporaries")
         if not (q.hook_takes_gradients or q.kept_gradients or q.tied) or around.root_reduced:
             sheet.add(0 if q.tied else table, "gradients")
@@ -134,7 +149,7 @@ def _weight_names(q: Question) -> list[str]:
 def _layers_forward(
     sheet: Sheet, forward: Forward, q: Question, h: Paper
 ) -> tuple[list[_Segment], dict[str, int]]:
-    """Play two layers at each end; add what the ones between keep, and return that by term."""
+    """Play two layers at each end; add what the ones between keep, and return that by term, of one layer."""
     names = _played(q)
     skipped = q.layers - len(names)
     segments: list[_Segment] = []
@@ -166,22 +181,31 @@ def _layers_forward(
         if not around.kept:
             sheet.remove(around.gathered, "engine")
         if skipped and name == "1.":
-            between = {t: (v - before[t]) * skipped for t, v in sheet.terms.items() if v != before[t]}
+            between = {t: v - before[t] for t, v in sheet.terms.items() if v != before[t]}
             for term, size in between.items():
-                sheet.add(size, term)
+                sheet.add(size * skipped, term)
     return segments, between  # the last gather's buffer is let go after the loss
 
 
 def _layers_backward(
-    sheet: Sheet, forward: Forward, q: Question, segments: list[_Segment], between: dict[str, int]
+    sheet: Sheet,
+    forward: Forward,
+    q: Question,
+    segments: list[_Segment],
+    between: dict[str, int],
+    reducer: Reducer | None,
 ) -> None:
     around, skipped = q.around, q.layers - len(segments)
     reduced = per_layer = 0
     for index, segment in enumerate(reversed(segments)):
+        if reducer is not None and index == 1:
+            reducer.moments.clear()
         before = sheet.terms["gradients"]
         if index == 2 and skipped:
+            if reducer is not None:
+                reducer.skip(sheet, skipped, between)
             for term, size in between.items():
-                sheet.remove(size, term)
+                sheet.remove(size * skipped, term)
             sheet.add(per_layer * skipped, "gradients")
         if not around.kept:  # copied out of the buffer it was gathered into, then the next one is gathered
             sheet.add(around.gathered, "engine")
@@ -274,10 +298,13 @@ def _head(sheet: Sheet, q: Question, x: Paper, start: int) -> Paper | None:
         _begin_backward(sheet, q)
         if c == 4:
             sheet.drop(summed)  # the sum is the gradient
-        if trained:
+        if trained and sheet.take is not None and q.tied:
+            sheet.add(table * q.widths.weight, "temporaries")  # complete when the embedding's is
+        elif trained:
             sheet.weight_gradient(name, table * q.widths.weight)
         if c < 4:
             sheet.drop(summed)
+        sheet.hand_over()
         sheet.drop(grad, root)  # the gradient of `picked` is this one, scaled in place
     elif q.trainer.loss == "kernel":
         logits = sheet.op(tokens * v * c, [x], [x] if trained else [], weights=weights)

@@ -22,6 +22,7 @@ OPTIMIZER_STATES = {
     "muon": 4.0,
 }
 UPDATE_TEMPORARIES = {"adamw": 4.0, "sgd": 0.0, "adafactor": 4.0, "muon": 4.0}
+ZERO3_GROUP_ELEMENTS = 2**24  # engines/deepspeed_config.py
 OUR_BUCKET_ELEMENTS = 2**26  # our optimizer updates at most so many elements at once
 
 
@@ -104,6 +105,8 @@ def held(shape: ModelShape, stack: Stack, trainer: Trainer) -> Held:
     )
     grad_shards = ranks if stack.sharding in ("fsdp2", "zero2", "zero3") else 1
     gradients = float(grad_bytes * (trained if grad_shards > 1 else n.trained)) if accumulates else 0.0
+    if stack.sharding == "zero1" and accumulates and trainer.kernels:
+        gradients = float((4 + c if c < 4 else 4) * n.trained)  # whole sums in fp32, and the weights' own
     if stack.sharding == "ddp" and not trainer.gradient_buckets:  # gradients are views of buckets that stay
         gradients = c * n.trained + (4 * n.trained if accumulates and mastered else 0)
     if n.frozen_4bit:  # each matrix has a code table of 16 fp32; double quantisation one of 256 and an offset
@@ -123,7 +126,13 @@ def held(shape: ModelShape, stack: Stack, trainer: Trainer) -> Held:
         else:
             host += moved
     at_once = trainer.whole_step or stack.sharding in ("zero1", "zero2", "zero3")
-    updated = trained if at_once else min(trained, max(OUR_BUCKET_ELEMENTS, n.largest / state_shards))
+    if stack.sharding == "zero3" and trainer.kernels:
+        at_once, gradients = (
+            False,
+            0.0,
+        )  # sub-groups of whole tensors; gradients lie in a buffer of the engine
+    bucket = ZERO3_GROUP_ELEMENTS if stack.sharding == "zero3" else OUR_BUCKET_ELEMENTS
+    updated = trained if at_once else min(trained, max(bucket, n.largest / state_shards))
     words = {
         "weights": _weights_words(n, stack, frozen_bytes, four, adapter, weight_shards),
         "master_weights": f"4 B x {n.trained:,} trained parameters / {state_shards}",
