@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from shardwise.training.kernels.exact import exact_bf16
+
 # Logits of one chunk, whatever the vocabulary: 2^25 fp32 elements = 128 MiB on an accelerator. On a CPU 2^23: passes
 # over the logits then run in the last-level cache, and the matrix is still read seldom enough.
 CHUNK_LOGITS, CHUNK_LOGITS_CPU = 2**25, 2**23
@@ -16,6 +18,10 @@ CHUNK_LOGITS, CHUNK_LOGITS_CPU = 2**25, 2**23
 def chunk_tokens(vocabulary: int, device: str = "cuda") -> int:
     """Labelled positions that go through the output matrix at a time."""
     return max(16, (CHUNK_LOGITS_CPU if device == "cpu" else CHUNK_LOGITS) // vocabulary)
+
+
+def _on_cpu(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -39,6 +45,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden_NH) if need_hidden else None
         grad_weight = torch.zeros_like(weight_VH, dtype=torch.float32) if need_weight else None
         total = torch.zeros((), dtype=torch.float32, device=hidden_NH.device)
+        on_cpu = _on_cpu(hidden_NH)
         step = max(1, min(chunk_tokens(weight_VH.shape[0], hidden_NH.device.type), hidden_NH.shape[0]))
         # Made once: fresh memory of this size is given back to the system each time, and faulted in again.
         low = hidden_NH.new_empty(step, weight_VH.shape[0])
@@ -68,10 +75,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grad.mul_(slope)
             if scale != 1.0:
                 grad.mul_(scale)
+            if (
+                grad_weight is not None and on_cpu
+            ):  # one pass over the weight's gradient, in place and in fp32
+                with exact_bf16(hidden.dtype):
+                    grad_weight.addmm_(grad.T, hidden.float())
             grad = grad if grad.dtype == hidden.dtype else rounded.copy_(grad)
             if grad_hidden is not None:
                 torch.mm(grad, weight_VH, out=grad_hidden[start : start + step])
-            if grad_weight is not None:
+            if grad_weight is not None and not on_cpu:
                 grad_weight += grad.T @ hidden
         ctx.weight_dtype = weight_VH.dtype
         ctx.save_for_backward(grad_hidden, grad_weight)

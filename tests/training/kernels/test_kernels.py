@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from shardwise.training.kernels import linear
-from shardwise.training.kernels.attention import ROWS, _exact_scores, document_products
+from shardwise.training.kernels.attention import ROWS, document_products
+from shardwise.training.kernels.exact import exact_bf16
 from shardwise.training.kernels.norm import rms_norm
 
 Tensors = list[torch.Tensor]
@@ -167,15 +168,15 @@ def test_scores_by_bf16_instructions_are_those_of_fp32_products() -> None:
     draw = torch.Generator().manual_seed(3)
     q, k = (torch.randn(3, rows, 64, generator=draw).bfloat16().float() for rows in (384, 512))
     expected = torch.bmm(q, k.transpose(1, 2))
-    with _exact_scores(torch.bfloat16):
+    with exact_bf16(torch.bfloat16):
         got = torch.bmm(q, k.transpose(1, 2))
     assert (got - expected).abs().max() < 1e-5 * expected.abs().max()  # rounded to bf16 it would be 4e-3
 
 
 def test_other_products_keep_their_precision() -> None:
     before = torch.backends.mkldnn.matmul.fp32_precision
-    with _exact_scores(torch.float32):
+    with exact_bf16(torch.float32):
         assert torch.backends.mkldnn.matmul.fp32_precision == before
-    with pytest.raises(RuntimeError), _exact_scores(torch.bfloat16):
+    with pytest.raises(RuntimeError), exact_bf16(torch.bfloat16):
         raise RuntimeError
     assert torch.backends.mkldnn.matmul.fp32_precision == before

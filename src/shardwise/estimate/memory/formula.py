@@ -186,7 +186,9 @@ def _load(states: Held, stack: Stack, trainer: Trainer) -> int:
 
 def _step(sheet: Sheet, states: Held, stack: Stack, trainer: Trainer) -> dict[str, int]:
     """What lives, beyond `states`, at the optimizer's worst moment."""
-    temporaries = 0.0 if trainer.fused_optimizer else UPDATE_TEMPORARIES.get(stack.optimizer, 0.0)
+    ours = trainer.name == OURS.name and stack.device == "cpu" and stack.optimizer == "adamw"
+    fused = trainer.fused_optimizer or (ours and not stack.sharding.startswith("zero"))
+    temporaries = 0.0 if fused else UPDATE_TEMPORARIES.get(stack.optimizer, 0.0)
     elements = states.update_elements
     if stack.offload_optimizer != "none":
         engine = sheet.terms["engine"] if stack.sharding != "fsdp2" else 0

@@ -9,10 +9,11 @@ block, b keys that a block sees.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from shardwise.training.kernels.exact import exact_bf16
 
 ROWS = 128
 
@@ -25,7 +26,7 @@ def _attention_op(
     _, N, T, _ = query.shape
     out = query.new_empty(T, N, value.shape[-1])
     masks = _Masks(query)
-    with _exact_scores(query.dtype):
+    with exact_bf16(query.dtype):
         for start, end in _documents(lengths):
             q, k, v = (t[0, :, start:end] for t in (query, key, value))
             k_full, v, K = k.float().contiguous(), v.contiguous(), k.shape[0]
@@ -75,7 +76,7 @@ class _DocumentAttention(torch.autograd.Function):
         grad_q, grad_k, grad_v = (
             t.new_empty(t.shape[2], t.shape[1], t.shape[3]).transpose(0, 1) for t in (query, key, value)
         )
-        with _exact_scores(query.dtype):
+        with exact_bf16(query.dtype):
             for start, end in _documents(ctx.lengths):
                 q, k, v = (t[0, :, start:end] for t in (query, key, value))
                 k, v = k.contiguous(), v.contiguous()
@@ -97,23 +98,6 @@ class _DocumentAttention(torch.autograd.Function):
                 grad_k[:, start:end] = sum_k.mul_(scale)
                 grad_v[:, start:end] = sum_v
         return grad_q[None], grad_k[None], grad_v[None], None, None
-
-
-@contextmanager
-def _exact_scores(dtype: torch.dtype) -> Iterator[None]:
-    """Products of fp32 copies of bf16 numbers by bf16 instructions with fp32 sums, where the processor has them.
-
-    Such operands lose nothing on the way back to bf16, so the scores are those of fp32 products in less than half
-    their time (AVX512_BF16, one core, 384 x 64 x 512: 109 against 242 GFLOP/s). Other dtypes are left alone.
-    """
-    matmul = torch.backends.mkldnn.matmul
-    before = matmul.fp32_precision
-    if dtype == torch.bfloat16:
-        matmul.fp32_precision = "bf16"
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before
 
 
 def _documents(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:

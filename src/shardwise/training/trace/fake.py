@@ -16,7 +16,7 @@ from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from shardwise.recipe.schema import Recipe
-from shardwise.training import attention, loss
+from shardwise.training import attention, loss, optimizers
 from shardwise.training.kernels import install, norm
 from shardwise.training.model import LossModel, ModelFolder, prepare_for_training
 from shardwise.training.trace.storages import StorageLog
@@ -56,6 +56,8 @@ def fakes(device: str) -> Iterator[FakeTensorMode]:
             # The fakes' device says cpu, where attention would go through products of our own.
             stack.enter_context(mock.patch.object(loss, "CHUNK_LOGITS_CPU", loss.CHUNK_LOGITS))
             stack.enter_context(mock.patch.object(attention, "_is_plain", lambda *_: False))
+            for module in (loss, optimizers):
+                stack.enter_context(mock.patch.object(module, "_on_cpu", lambda *_: False))
             stack.enter_context(mock.patch.object(install, "rms_norm", _rms_norm))
         stack.enter_context(mock.patch.object(install, "_compare", _compared))
         if importlib.util.find_spec("bitsandbytes") is not None:
