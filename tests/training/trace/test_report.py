@@ -1,6 +1,8 @@
 """`shardwise trace`: what is left open is said, what cannot be traced is refused."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,9 @@ def test_the_result_is_json_and_open_choices_are_said(recipe: Path):
     answer = json.loads(result.stdout)
     assert answer["peak_allocated_bytes"] == max(p["bytes"] for p in answer["phases"].values())
     assert answer["formula_allocated_bytes"] == pytest.approx(answer["peak_allocated_bytes"], rel=0.05)
+    assert sum(part["bytes"] for part in answer["peak_parts"]) == answer["peak_allocated_bytes"]
+    assert any(part["module"].endswith("layers.*.mlp.up_proj") for part in answer["peak_parts"])
+    assert any("/modeling_llama.py:" in part["source"] for part in answer["peak_parts"])
     assert "training.precision is auto: traced with bf16" in result.stderr
 
 
@@ -48,3 +53,27 @@ def test_the_result_is_json_and_open_choices_are_said(recipe: Path):
 def test_what_cannot_be_traced_is_refused(recipe: Path, setting: str, error: type):
     result = run(str(recipe), "--set", setting, "--set", "training.micro_batch_size=2")
     assert isinstance(result.exception, error)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_engines_of_several_ranks_are_traced_by_one_process(recipe: Path, engine: str):
+    settings = ("--set", f"engine.name={engine}", "--set", "training.micro_batch_size=1")
+    result = run(str(recipe), "--processes", "4", "--json", *settings)
+    assert result.exit_code == 0, result.exception
+    answer = json.loads(result.stdout)
+    assert answer["world_size"] == 4
+    assert answer["formula_allocated_bytes"] == pytest.approx(answer["peak_allocated_bytes"], rel=0.1)
+
+
+def test_deepspeed_is_traced_on_a_device_of_its_own(recipe: Path):
+    """In a process of its own, since the device cannot be taken back."""
+    command = [
+        sys.executable, "-m", "shardwise.cli.main", "trace", str(recipe), "--processes", "4", "--json",
+        "--set", "engine.name=deepspeed", "--set", "engine.deepspeed.offload_optimizer=cpu",
+        "--set", "training.micro_batch_size=1",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    phases = json.loads(done.stdout)["phases"]
+    assert "optimizer" not in phases["step"]["terms"]  # its states lie in host memory
+    assert phases["step"]["terms"]["weights"] > 0

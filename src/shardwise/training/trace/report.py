@@ -159,8 +159,21 @@ def trace_text(result: RecipeTrace) -> str:
     lines += [f"{name:<10}{format_bytes(p.bytes):>12}" for name, p in result.traced.peaks.items()]
     lines += ["", "at the peak"]
     lines += [f"  {t:<16}{format_bytes(peak.terms[t]):>12}" for t in TERMS if peak.terms.get(t)]
+    lines += ["", "by line of source and module, the largest", *_part_lines(result.traced, phase)]
     lines += ["", f"{result.allocations:,} allocations in one step, traced in {result.seconds:.1f} s", ""]
     return "\n".join(lines)
+
+
+LARGEST_PARTS = 12
+
+
+def _part_lines(traced: Traced, phase: str) -> list[str]:
+    """Bytes, tensors, term and where they were made."""
+    lines = []
+    for size, count, birth in traced.parts(phase)[:LARGEST_PARTS]:
+        where = f"{birth.place.source}  {birth.place.module}".rstrip() if birth.place else "before the step"
+        lines.append(f"  {format_bytes(size):>12}  {count:>4} x {birth.name:<16} {where}")
+    return lines
 
 
 def trace_json(result: RecipeTrace) -> dict[str, Any]:
@@ -169,6 +182,17 @@ def trace_json(result: RecipeTrace) -> dict[str, Any]:
         "peak_allocated_bytes": peak.bytes,
         "peak_phase": phase,
         "phases": {n: {"bytes": p.bytes, "terms": p.terms} for n, p in result.traced.peaks.items()},
+        "peak_parts": [
+            {
+                "bytes": size,
+                "tensors": count,
+                "term": birth.name,
+                "operation": birth.op,
+                "source": birth.place.source if birth.place else "",
+                "module": birth.place.module if birth.place else "",
+            }
+            for size, count, birth in result.traced.parts(phase)
+        ],
         "formula_allocated_bytes": result.estimate.allocated_bytes,
         "world_size": result.stack.world_size,
         "allocations": result.allocations,
