@@ -52,6 +52,19 @@ def test_a_slow_phase_is_asked_about_but_not_ended(tmp_path: Path) -> None:
     assert outcome.exit_code == 0
 
 
+def test_a_rank_that_computes_is_given_more_time_than_one_that_sleeps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "PATIENCE_SECONDS", 1.0)
+    busy = "end = time.monotonic() + 4.0\n    while time.monotonic() < end: sum(range(1000))\n    sys.exit(0)"
+    program = RANK.format(sleep=4.0, limit=1.0).replace(
+        "def stuck_in_the_third_step(): time.sleep(4.0)", f"def stuck_in_the_third_step():\n    {busy}"
+    )
+    outcome = start([sys.executable, "-c", program, str(tmp_path)], 2, tmp_path)
+    assert "rank 1 hangs" in capsys.readouterr().err  # told, with stacks, but not ended
+    assert outcome.exit_code == 0
+
+
 def test_beats_are_read_back_and_a_missing_one_is_none(tmp_path: Path) -> None:
     path = heartbeat_path(tmp_path, 3)
     assert read_beat(path) is None

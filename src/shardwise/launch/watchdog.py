@@ -5,12 +5,14 @@ import signal
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwise.runs.heartbeat import Beat, heartbeat_path, read_beat, stacks_path
 
 PATIENCE_SECONDS = 20.0  # of silence after the stacks were asked for: an overloaded machine is no hang
+BUSY_PATIENCE_SECONDS = 300.0  # the same while the silent ranks compute: a slow step is no hang either
+BUSY_SHARE = 0.05  # of one processor, from which a rank counts as computing
 STACK_SECONDS = 1.0  # for the ranks to write their stacks
 # Frames that show a rank waiting for the others rather than being waited for.
 _WAITING = ("distributed_c10d.py", "torch/distributed/", "deepspeed/comm/")
@@ -34,6 +36,10 @@ class Watchdog:
     began_seconds: float
     reported: Hang | None = None
     _silent_since: float = 0.0
+    _reported_seconds: float = 0.0
+    _processor_seconds: Mapping[int, float] = field(
+        default_factory=dict
+    )  # rank -> when the hang was reported
 
     @classmethod
     def start(cls, logs: Path, ranks: int) -> "Watchdog":
@@ -46,7 +52,8 @@ class Watchdog:
         """A hang that is new or has become hopeless, else None. `pids`: rank -> process, of those alive.
 
         The first time a rank is overdue, stacks are collected and told, which disturbs nothing. The ranks are
-        given up (`sure`) when one is stopped, or when as much time again passes (at least PATIENCE_SECONDS).
+        given up (`sure`) when one is stopped, or when as much time again passes (at least PATIENCE_SECONDS, or
+        BUSY_PATIENCE_SECONDS while the ranks that the others wait for use a processor).
         """
         now = time.monotonic()
         beats = {rank: b for rank in pids if (b := read_beat(heartbeat_path(self.logs, rank))) is not None}
@@ -59,7 +66,8 @@ class Watchdog:
         newest = max(b.time_seconds for b in beats.values())
         if self.reported is not None and newest == self._silent_since:
             limit = min(b.limit_seconds for b in overdue.values())
-            given_up = now - newest > limit + max(limit, PATIENCE_SECONDS)
+            patience = BUSY_PATIENCE_SECONDS if self._busy(pids, now) else PATIENCE_SECONDS
+            given_up = now - newest > limit + max(limit, patience)
             return _hopeless(self.reported) if given_up else None
         if self.reported is not None:
             return None  # some rank has moved since: a slow phase, not a hang
@@ -67,8 +75,18 @@ class Watchdog:
         stacks = _stacks(self.logs, {r: pids[r] for r in beats}, stopped)
         stuck = stopped or _behind(beats, stacks)
         self.reported = _hang(stuck, beats, stacks, bool(stopped), now)
-        self._silent_since = newest
+        self._silent_since, self._reported_seconds = newest, time.monotonic()
+        self._processor_seconds = {r: _processor_seconds(pid) for r, pid in pids.items()}
         return self.reported
+
+    def _busy(self, pids: Mapping[int, int], now: float) -> bool:
+        """Whether every rank that the others wait for has computed since the hang was reported."""
+        assert self.reported is not None
+        elapsed = now - self._reported_seconds
+        return elapsed < STACK_SECONDS or all(  # too short a time to tell
+            r in pids and _processor_seconds(pids[r]) - self._processor_seconds[r] > BUSY_SHARE * elapsed
+            for r in self.reported.stuck
+        )
 
 
 def _hang(
@@ -129,3 +147,12 @@ def _state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""
+
+
+def _processor_seconds(pid: int) -> float:
+    """User and system time of a process (fields 14 and 15 of /proc/PID/stat, in clock ticks); 0 elsewhere."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError, ValueError):
+        return 0.0
