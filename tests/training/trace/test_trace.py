@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ ARCHITECTURES = {
     "starcoder2": "Starcoder2ForCausalLM",
     "gpt_neox": "GPTNeoXForCausalLM",
 }
+SMOLLM = "HuggingFaceTB/SmolLM2-135M"  # at its real size, with random weights
 DOCUMENTS = (100, 60, 40, 56)
 
 
@@ -47,17 +49,20 @@ class Combination:
     device: str = "cpu"
 
     def folder(self, root: Path) -> Path:
-        path = root / f"{self.family}-{self.layers}-{self.hidden}-{self.tied}"
+        path = root / f"{self.family.replace('/', '-')}-{self.layers}-{self.hidden}-{self.tied}"
         path.mkdir(exist_ok=True)
         heads = 8 if self.family == "gpt_neox" else 2
         config = {
-            "model_type": self.family, "architectures": [ARCHITECTURES[self.family]], "vocab_size": 1009,
+            "model_type": self.family, "architectures": [ARCHITECTURES.get(self.family, "")], "vocab_size": 1009,
             "hidden_size": self.hidden, "intermediate_size": self.hidden * 11 // 4,
             "num_hidden_layers": self.layers, "num_attention_heads": 8, "num_key_value_heads": heads,
             "head_dim": self.hidden // 8, "max_position_embeddings": 2048, "tie_word_embeddings": self.tied,
             "torch_dtype": "bfloat16", "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0,
             "sliding_window": None,
         }  # fmt: skip
+        if self.family == SMOLLM:
+            records = json.loads(files("shardwise.facts").joinpath("models.json").read_text())
+            config = records[SMOLLM]["config"]
         (path / "config.json").write_text(json.dumps(config))
         return path
 
@@ -137,6 +142,7 @@ REAL = [
     Combination(method="lora", loss="full"),
     Combination(tied=True),
     Combination(method="lora", targets="attention"),
+    Combination(family=SMOLLM, checkpointing="full"),
 ]  # fmt: skip
 
 
