@@ -44,3 +44,10 @@ def test_parts_put_together_equal_the_whole_trace(case: Any, tmp_path: Path):
     found = composition.compare(case, tmp_path)
     assert found["peak_error"] == pytest.approx(0, abs=0.001), found
     assert max(abs(e) for e in found["phase_errors"].values()) < 0.02, found["phase_errors"]
+
+
+def test_the_recorded_comparison_holds_sixty_cases():
+    record = composition.recorded()
+    held = [case for case in record["cases"] if abs(case["peak_error"]) <= 0.001]
+    assert len(held) >= 60
+    assert {case["case"] for case in held} >= {case.name for case in composition.HELD}
