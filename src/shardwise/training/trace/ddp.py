@@ -79,3 +79,4 @@ class Reducer:
         bucket.waiting -= 1
         if bucket.waiting == 0:
             self.hook(None, bucket)
+            self.active = any(other.waiting for other, _ in self.bucket_of.values())
