@@ -115,6 +115,13 @@ def _attend(
     mask = _band(S, L, window, query.device) if masked and causal else None
     if softcap is not None or sink is not None:  # no fused kernel has these
         return _written_out(query, key, value, causal, mask, scaling, softcap, sink)
+    grouped = query.shape[1] != key.shape[1]
+    if grouped and query.is_cuda and (mask is not None or query.dtype == torch.float32):
+        # Of torch's kernels only flash groups heads, and it has neither masks nor fp32; the others would go through
+        # the written-out form, with all scores in memory.
+        heads = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(heads, 1), value.repeat_interleave(heads, 1)
+        grouped = False
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -123,7 +130,7 @@ def _attend(
         dropout_p=dropout,
         is_causal=causal and mask is None and S > 1,
         scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
+        enable_gqa=grouped,
     )
 
 
