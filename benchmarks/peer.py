@@ -6,7 +6,8 @@ command_time (when the command was given, in seconds since the epoch). Started b
 shardwise.
 
 Each trainer keeps its own ways: fp32 weights under bf16 autocast for full fine-tuning where it does that, its
-padding, its loss. Gradient checkpointing is off everywhere, as it is in shardwise's recipe. litgpt does not clip gradients.
+padding, its loss. Gradient checkpointing is off everywhere, as it is in shardwise's recipe. litgpt does not clip
+gradients.
 """
 
 # ruff: noqa: PLC0415
@@ -159,6 +160,13 @@ def run_trl():
 
 
 def run_llamafactory():
+    import importlib.machinery
+    import types
+
+    # LLaMA-Factory imports torchaudio, of which there is no build beside a torch without CUDA; text needs none of it.
+    audio = types.ModuleType("torchaudio")
+    audio.__spec__ = importlib.machinery.ModuleSpec("torchaudio", None)
+    sys.modules["torchaudio"] = audio
     from datasets import Dataset, DatasetDict
     from llamafactory.train.tuner import run_exp
 
