@@ -68,10 +68,11 @@ def case_text(record: dict, name: str) -> str:
         if run["case"] == name:
             by_peer.setdefault(run["peer"], []).append(run)
     order = [OURS, *(p for p in PACKAGES if p in by_peer)]
+    unit = "tokens per processor second" if record["settings"]["threads"] == 1 else "tokens/s"
     lines = [
         f"### {case['method']}, {TITLES[case['data']]}",
         "",
-        "| trainer | rounds | tokens/s | shardwise is faster by | first step after, s | its / shardwise's "
+        f"| trainer | rounds | {unit} | shardwise is faster by | first step after, s | its / shardwise's "
         "| peak resident, GiB | shardwise's peak above weights / its | losses |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
