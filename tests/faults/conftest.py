@@ -20,9 +20,14 @@ def engine(request: pytest.FixtureRequest) -> str:
     return name
 
 
+_UNDISTURBED: dict[str, Ended] = {}
+
+
 @pytest.fixture(scope="session")
 def undisturbed(train: Train, engine: str) -> Ended:
-    """What a run with a fault in it must end as, by engine."""
-    ended = train(f"undisturbed-{engine}", engine=engine)
-    assert ended.code == 0, ended.text[-2000:]
-    return ended
+    """What a run with a fault in it must end as, by engine; run once however often pytest sets this up."""
+    if engine not in _UNDISTURBED:
+        ended = train(f"undisturbed-{engine}", engine=engine)
+        assert ended.code == 0, ended.text[-2000:]
+        _UNDISTURBED[engine] = ended
+    return _UNDISTURBED[engine]
