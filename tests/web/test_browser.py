@@ -194,6 +194,9 @@ def test_the_login_page_looks_like_the_others(chromium: Any, made: Path) -> None
         font = "return getComputedStyle(document.body).fontFamily"
         assert "sans" in chromium.execute_script(font)
         chromium.find_element("css selector", "#password").send_keys("correct horse\n")
+        end = time.monotonic() + 10
+        while not chromium.current_url.endswith("/plan") and time.monotonic() < end:
+            time.sleep(0.05)
         assert chromium.current_url.endswith("/plan")
     finally:
         site.close()

@@ -16,22 +16,22 @@ from shardwise.errors import ShardwiseError
 from shardwise.launch.ray_worker import rank
 from shardwise.launch.wrapper import begin, end, tell
 
-NAME = "demo"
-os.chdir("/project")
+NAME = 'demo'
+os.chdir('/project')
 # Variables of every rank.
 ENVIRONMENT = {
-    "GLOO_SOCKET_IFNAME": "ib0",  # launch.interface: between the nodes, not the first that answers
-    "NCCL_SOCKET_IFNAME": "=ib0",  # the same for NCCL; = for this very name, or eth1 would take eth10 too
-    "TORCH_FR_BUFFER_SIZE": "2000",  # keep the last collectives: who hung, and where
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",  # and write them when one times out
-    "NCCL_NET": "IB",  # fail without RDMA rather than fall back to TCP in silence
+    'GLOO_SOCKET_IFNAME': 'ib0',  # launch.interface: between the nodes, not the first that answers
+    'NCCL_SOCKET_IFNAME': '=ib0',  # the same for NCCL; = for this very name, or eth1 would take eth10 too
+    'TORCH_FR_BUFFER_SIZE': '2000',  # keep the last collectives: who hung, and where
+    'TORCH_NCCL_DUMP_ON_TIMEOUT': '1',  # and write them when one times out
+    'NCCL_NET': 'IB',  # fail without RDMA rather than fall back to TCP in silence
 }
 # Those whose values come from this shell. Ray writes a runtime_env into its logs: these travel as an object.
 SECRETS = {
-    "HF_TOKEN": os.environ["HF_TOKEN"],
+    'HF_TOKEN': os.environ['HF_TOKEN'],
 }
 
-RECIPE = Path("/project/runs/launches/demo/recipe.yaml")
+RECIPE = Path('/project/runs/launches/demo/recipe.yaml')
 
 try:  # model, rows and run folder, before a rank starts
     started = begin(RECIPE, NAME, owner=f"ray-{NAME}", attempt=str(time.time_ns()), lead=True)
@@ -39,7 +39,7 @@ except ShardwiseError as problem:
     print(problem, file=sys.stderr)
     tell(RECIPE, 0, problem.exit_code, problem.what)
     sys.exit(problem.exit_code)
-ray.init(address="auto", runtime_env={"env_vars": ENVIRONMENT}, log_to_driver=True)
+ray.init(address='auto', runtime_env={"env_vars": ENVIRONMENT}, log_to_driver=True)
 trainer = TorchTrainer(
     rank,
     train_loop_config={
@@ -50,7 +50,7 @@ trainer = TorchTrainer(
         "environment": dict(started.environment),
         "secrets": [ray.put(SECRETS)],
     },
-    torch_config=TorchConfig(backend="nccl"),
+    torch_config=TorchConfig(backend='nccl'),
     scaling_config=ScalingConfig(
         num_workers=16,
         use_gpu=True,
