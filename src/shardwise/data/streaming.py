@@ -21,7 +21,7 @@ from shardwise.data.preparation import (
 from shardwise.data.readers import Unreadable, read_rows
 from shardwise.data.store import Store
 from shardwise.data.stream import Memory, StreamSpec
-from shardwise.data.view import TEXT_SEQUENCE, view
+from shardwise.data.view import TEXT_SEQUENCE, asked_length, view
 from shardwise.errors import DataError, RecipeError
 from shardwise.recipe.schema import Data, Recipe
 from shardwise.units import format_bytes
@@ -133,13 +133,7 @@ def _refuse(data: Data) -> None:
 
 def _length(asked: int | str, longest_allowed: int | None) -> tuple[int, str]:
     if isinstance(asked, int):
-        if longest_allowed is not None and asked > longest_allowed:
-            raise DataError(
-                f"data.sequence_length = {asked}",
-                f"the model was built for {longest_allowed} positions",
-                f"set data.sequence_length to {longest_allowed} or less",
-            )
-        return asked, "set in the recipe"
+        return asked_length(asked, longest_allowed)
     if longest_allowed is not None and longest_allowed < TEXT_SEQUENCE:
         return longest_allowed, "what the model was built for"
     return TEXT_SEQUENCE, "usual; the rows of a stream are not all looked at before"

@@ -23,16 +23,21 @@ class View:
     text_sequences: int
 
 
+def asked_length(asked: int, longest_allowed: int | None) -> tuple[int, str]:
+    """As `choose_length`, for a length that the recipe names."""
+    if longest_allowed is not None and asked > longest_allowed:
+        raise DataError(
+            f"data.sequence_length = {asked}",
+            f"the model was built for {longest_allowed} positions",
+            f"set data.sequence_length to {longest_allowed} or less",
+        )
+    return asked, "set in the recipe"
+
+
 def choose_length(stores: Sequence[Store], asked: int | str, longest_allowed: int | None) -> tuple[int, str]:
     """(sequence_length, why). Raises DataError for one that the model was not built for."""
     if isinstance(asked, int):
-        if longest_allowed is not None and asked > longest_allowed:
-            raise DataError(
-                f"data.sequence_length = {asked}",
-                f"the model was built for {longest_allowed} positions",
-                f"set data.sequence_length to {longest_allowed} or less",
-            )
-        return asked, "set in the recipe"
+        return asked_length(asked, longest_allowed)
     chats = [full_lengths(s)[np.asarray(s.records["text"]) == 0] for s in stores]
     longest = max((int(c.max()) for c in chats if len(c)), default=0)
     chosen = -(-longest // _ROUND) * _ROUND

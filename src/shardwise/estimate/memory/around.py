@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from shardwise.estimate.memory.reduction import Bucket
-from shardwise.estimate.memory.shards import Shards, shards
+from shardwise.estimate.memory.shards import Shards, shards_of
 from shardwise.estimate.memory.states import four_bit_bytes
 from shardwise.estimate.memory.trainer import Trainer
 from shardwise.estimate.stack import Stack
@@ -50,7 +50,7 @@ def around(shape: ModelShape, stack: Stack, trainer: Trainer) -> Around:
     n, n_ranks = stack.dp_shard, stack.world_size
     match stack.sharding:
         case "ddp":
-            whole = _split(shape, stack, trainer, 1)
+            whole = shards_of(shape, stack, trainer, 1)
             bucket = min(DDP_BUCKET_BYTES, c * whole.trained) if c == 2 and n_ranks > 1 else 0
             copies = whole.trained * (trainer.weight_bytes or c) if trainer.gradient_buckets else 0
             return Around(constant=copies, reducing=2 * bucket)
@@ -59,18 +59,18 @@ def around(shape: ModelShape, stack: Stack, trainer: Trainer) -> Around:
         case "zero3":
             if trainer.kernels:
                 return _zero3(
-                    shape, stack, _split(shape, stack, trainer, 1), _split(shape, stack, trainer, n), c
+                    shape, stack, shards_of(shape, stack, trainer, 1), shards_of(shape, stack, trainer, n), c
                 )
             # Flat buffers: the reduction bucket in fp32 and the gradient shards; and gathered weights, which stay
             # while they are within max_live_parameters; the module at hand is whole however large it is.
-            whole = _split(shape, stack, trainer, 1)
+            whole = shards_of(shape, stack, trainer, 1)
             largest = max(t.size for t in shape.tensors)
             live = max(largest, min(stack.max_live_parameters, shape.total_parameters)) if n > 1 else 0
             bucket = min(stack.reduce_bucket_size, whole.trained)
             flat = 4 * bucket + c * whole.trained // n
             return Around(constant=flat, live=c * live, shard=0)
         case "zero1" | "zero2":
-            whole = _split(shape, stack, trainer, 1)
+            whole = shards_of(shape, stack, trainer, 1)
             if trainer.kernels:
                 return _zero(shape, stack, whole, c)
             # Gradients go through a bucket (two when communication overlaps) into this rank's part.
@@ -165,7 +165,7 @@ def _covering(shape: ModelShape, stack: Stack, part: int) -> int:
 def _fsdp2(shape: ModelShape, stack: Stack, trainer: Trainer, c: int) -> Around:
     """FSDP2: every rank's part of a gather is as large as the largest, so that n of them are gathered."""
     n = stack.dp_shard
-    mine = _split(shape, stack, trainer, n)
+    mine = shards_of(shape, stack, trainer, n)
     _, packed, _ = four_bit_bytes(stack, trainer)
     reduced = trainer.weight_bytes or c if not trainer.masters else 4
     stays = reduced if stack.offload_parameters == "none" else 0
@@ -178,10 +178,3 @@ def _fsdp2(shape: ModelShape, stack: Stack, trainer: Trainer, c: int) -> Around:
         root_shard=stays * mine.root_trained,
         root_reduced=n * reduced * mine.root_trained,
     )
-
-
-def _split(shape: ModelShape, stack: Stack, trainer: Trainer, ranks: int) -> Shards:
-    return shards(
-        shape, stack.method, stack.lora_rank, stack.lora_targets, stack.dora, trainer.quantised_experts, ranks,
-        stack.sharding == "fsdp2",
-    )  # fmt: skip

@@ -51,7 +51,8 @@ def estimate_memory(shape: ModelShape, stack: Stack, trainer: Trainer | None = N
     """
     trainer = trainer or _ours(stack)
     states = held(shape, stack, trainer)
-    sheet = _play(_question(shape, stack, trainer))
+    question = _question(shape, stack, trainer)
+    sheet = _play(question)
     static = states.weights + states.masters + states.optimizer + states.gradients
     phases = {phase: static + sheet.peaks.get(phase, 0) for phase in ("forward", "loss", "backward")}
     step_terms = _step(sheet, states, stack, trainer)
@@ -75,17 +76,17 @@ def estimate_memory(shape: ModelShape, stack: Stack, trainer: Trainer | None = N
         low_bytes=int(allocated * (1 - spread)),
         high_bytes=int(allocated * (1 + spread)),
         source="formula",
-        notes=_notes(shape, stack, sheet, phases, trainer),
+        notes=_notes(shape, stack, sheet, phases, question),
     )
 
 
 def _notes(
-    shape: ModelShape, stack: Stack, sheet: Sheet, phases: dict[str, int], trainer: Trainer
+    shape: ModelShape, stack: Stack, sheet: Sheet, phases: dict[str, int], question: Question
 ) -> tuple[str, ...]:
     """What a reader should know about this estimate, and what would make it smaller."""
     notes = []
     logits = max(sheet.at_peak.get(p, {}).get("loss", 0) for p in ("loss", "backward"))
-    if trainer.loss == "full" and logits > LOGITS_SHARE * max(phases.values()):
+    if question.trainer.loss == "full" and logits > LOGITS_SHARE * max(phases.values()):
         notes.append(
             f"logits of {shape.vocab_size:,} words take {format_bytes(logits)}: "
             "training.loss: chunked never holds them all"
@@ -96,9 +97,9 @@ def _notes(
             f"{IMBALANCE:g} times as much, its activations grow by as much"
         )
     if stack.sharding in ("zero1", "zero2", "zero3"):
-        bucket = around(shape, stack, trainer)
+        engine = question.around
         buffers = (
-            bucket.constant + bucket.live + bucket.bucket + (bucket.buckets.bytes if bucket.buckets else 0)
+            engine.constant + engine.live + engine.bucket + (engine.buckets.bytes if engine.buckets else 0)
         )
         if buffers > BUFFERS_SHARE * max(phases.values()):
             notes.append(

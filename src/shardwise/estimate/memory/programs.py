@@ -142,9 +142,7 @@ def row_memory(
         trainer = replace(trainer, masters=True, state_bytes=4, gradient_bytes=2, whole_buckets=True)
         if text.get("source") == "qwen":  # finetune/ds_config_zero2.json
             stack = replace(stack, reduce_bucket_size=2 * 10**8)
-    estimate = estimate_memory(
-        shape, replace(stack, optimizer="adamw" if stack.optimizer == "adamw" else stack.optimizer), trainer
-    )
+    estimate = estimate_memory(shape, stack, trainer)
     kind = text.get("mem_kind", "")
     if "allocated" in kind or "active" in kind:
         return estimate, estimate.allocated_bytes

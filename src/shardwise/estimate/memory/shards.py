@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
+from shardwise.estimate.memory.trainer import Trainer
+from shardwise.estimate.stack import Stack
 from shardwise.facts.model import ModelShape
 
 
@@ -37,8 +39,16 @@ def part(shape: tuple[int, ...], ranks: int, rows: bool) -> int:
     return -(-prod(shape) // ranks)
 
 
+def shards_of(shape: ModelShape, stack: Stack, trainer: Trainer, ranks: int) -> Shards:
+    """What `trainer` holds of `shape` on the fullest of `ranks`, split as the engine of `stack` splits."""
+    return _shards(
+        shape, stack.method, stack.lora_rank, stack.lora_targets, stack.dora, trainer.quantised_experts, ranks,
+        stack.sharding == "fsdp2",
+    )  # fmt: skip
+
+
 @lru_cache(maxsize=4096)
-def shards(
+def _shards(
     shape: ModelShape,
     method: str,
     rank: int,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shardwise.estimate.memory.shards import shards
+from shardwise.estimate.memory.shards import shards_of
 from shardwise.estimate.memory.trainer import Trainer
 from shardwise.estimate.stack import Stack
 from shardwise.facts.model import ModelShape
@@ -79,10 +79,7 @@ def held(shape: ModelShape, stack: Stack, trainer: Trainer) -> Held:
     ranks = stack.dp_shard
     weight_shards = ranks if stack.sharding in ("fsdp2", "zero3") else 1
     state_shards = ranks if stack.sharding not in ("single", "ddp") else 1
-    mine = shards(
-        shape, stack.method, stack.lora_rank, stack.lora_targets, stack.dora, trainer.quantised_experts,
-        weight_shards, stack.sharding == "fsdp2",
-    )  # fmt: skip
+    mine = shards_of(shape, stack, trainer, weight_shards)
     resident = trainer.weight_bytes or c
     four, packed, scales = four_bit_bytes(stack, trainer)
     frozen_bytes = 4 if trainer.fp32_leftovers else resident
@@ -127,10 +124,8 @@ def held(shape: ModelShape, stack: Stack, trainer: Trainer) -> Held:
             host += moved
     at_once = trainer.whole_step or stack.sharding in ("zero1", "zero2", "zero3")
     if stack.sharding == "zero3" and trainer.kernels:
-        at_once, gradients = (
-            False,
-            0.0,
-        )  # sub-groups of whole tensors; gradients lie in a buffer of the engine
+        at_once = False  # sub-groups of whole tensors
+        gradients = 0.0  # they lie in a buffer of the engine
     bucket = ZERO3_GROUP_ELEMENTS if stack.sharding == "zero3" else OUR_BUCKET_ELEMENTS
     updated = trained if at_once else min(trained, max(bucket, n.largest / state_shards))
     words = {

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from shardwise.data import prepare
 from shardwise.errors import RunError, ShardwiseError, UsageError
 from shardwise.recipe import Recipe, parse_recipe
 from shardwise.runs import RunFolder
@@ -23,6 +22,7 @@ from shardwise.training.export.gguf_file import write_gguf
 from shardwise.training.export.origin import origin_of, with_adapter
 from shardwise.training.export.write import copy_tokenizer, write_adapter, write_model
 from shardwise.training.model import ModelFolder
+from shardwise.training.rows import prepared_rows
 
 ROWS, TOKENS = 4, 128  # of the run's rows, on which logits are compared
 # Largest relative difference of logits that rounding explains; beyond it the export is no good.
@@ -241,17 +241,8 @@ def _write_whole(
 
 def sample_rows(recipe: Recipe, folder: ModelFolder) -> Sequence[Sequence[int]]:
     """Beginnings of the run's own rows; random tokens when its data is not there any more."""
-    config = folder.config().get_text_config()
     try:
-        prepared = prepare(
-            recipe.data,
-            folder.path,
-            revision=recipe.model.revision,
-            chat_template=recipe.model.chat_template,
-            max_length=getattr(config, "max_position_embeddings", None),
-            vocabulary=config.vocab_size,
-            seed=recipe.training.seed,
-        )
+        prepared = prepared_rows(folder, recipe.data)
         rows = (
             prepared.validation
             if prepared.validation is not None and len(prepared.validation)
@@ -259,8 +250,8 @@ def sample_rows(recipe: Recipe, folder: ModelFolder) -> Sequence[Sequence[int]]:
         )
         return [rows.row(i)[0][:TOKENS].tolist() for i in range(min(ROWS, len(rows)))]
     except (ShardwiseError, OSError):
-        draw = torch.Generator().manual_seed(0)
-        return [torch.randint(0, config.vocab_size, (64,), generator=draw).tolist() for _ in range(ROWS)]
+        vocabulary, draw = folder.config().get_text_config().vocab_size, torch.Generator().manual_seed(0)
+        return [torch.randint(0, vocabulary, (64,), generator=draw).tolist() for _ in range(ROWS)]
 
 
 if __name__ == "__main__":
