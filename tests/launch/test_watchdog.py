@@ -52,16 +52,36 @@ def test_a_slow_phase_is_asked_about_but_not_ended(tmp_path: Path) -> None:
     assert outcome.exit_code == 0
 
 
-def test_a_rank_that_computes_is_given_more_time_than_one_that_sleeps(
+def computing(seconds: float) -> str:
+    """The program whose rank 1 computes in its third step instead of sleeping."""
+    busy = f"end = time.monotonic() + {seconds}\n    while time.monotonic() < end: sum(range(1000))\n    sys.exit(0)"
+    asleep = f"def stuck_in_the_third_step(): time.sleep({seconds})"
+    program = RANK.format(sleep=seconds, limit=1.0).replace(
+        asleep, f"def stuck_in_the_third_step():\n    {busy}"
+    )
+    assert busy in program
+    return program
+
+
+def test_a_rank_that_computes_is_called_slow_in_one_line_and_not_asked_for_stacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "BUSY_FACTOR", 20.0)
+    outcome = start([sys.executable, "-c", computing(2.5), str(tmp_path)], 2, tmp_path)
+    text = capsys.readouterr().err
+    assert "warning: rank 1 is slow: " in text and "since step 3, forward, computing all the while" in text
+    assert text.count("warning") == 1 and "hangs" not in text and "---" not in text
+    assert outcome.exit_code == 0
+
+
+def test_a_rank_that_computes_for_long_is_asked_and_given_more_time_than_one_that_sleeps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watchdog, "PATIENCE_SECONDS", 1.0)
-    busy = "end = time.monotonic() + 4.0\n    while time.monotonic() < end: sum(range(1000))\n    sys.exit(0)"
-    program = RANK.format(sleep=4.0, limit=1.0).replace(
-        "def stuck_in_the_third_step(): time.sleep(4.0)", f"def stuck_in_the_third_step():\n    {busy}"
-    )
-    outcome = start([sys.executable, "-c", program, str(tmp_path)], 2, tmp_path)
-    assert "rank 1 hangs" in capsys.readouterr().err  # told, with stacks, but not ended
+    outcome = start([sys.executable, "-c", computing(6.0), str(tmp_path)], 2, tmp_path)
+    text = capsys.readouterr().err
+    assert "rank 1 is slow" in text and "rank 1 hangs" in text  # told with stacks in the end, but not ended
+    assert "stuck_in_the_third_step" in text
     assert outcome.exit_code == 0
 
 

@@ -253,7 +253,7 @@ def _look_for_hang(watch: _Watch) -> None:
     if hang is None:
         return
     if watch.hang is None or watch.hang.reason != hang.reason:
-        print(f"warning: {hang.reason}\n{hang.stacks}", file=sys.stderr, flush=True)
+        print(f"warning: {hang.reason}\n{hang.stacks}".rstrip(), file=sys.stderr, flush=True)
     if hang.sure:
         watch.hang = hang
         watch.kill()

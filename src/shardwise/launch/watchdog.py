@@ -13,6 +13,8 @@ from shardwise.runs.heartbeat import Beat, heartbeat_path, read_beat, stacks_pat
 PATIENCE_SECONDS = 20.0  # of silence after the stacks were asked for: an overloaded machine is no hang
 BUSY_PATIENCE_SECONDS = 300.0  # the same while the silent ranks compute: a slow step is no hang either
 BUSY_SHARE = 0.05  # of one processor, from which a rank counts as computing
+BUSY_FACTOR = 2.5  # a rank that computes is asked for its stacks after so many times the usual limit
+RECENT_SECONDS = 2.0  # over which processor time is looked at before the stacks are asked for
 STACK_SECONDS = 1.0  # for the ranks to write their stacks
 # Frames that show a rank waiting for the others rather than being waited for.
 _WAITING = ("distributed_c10d.py", "torch/distributed/", "deepspeed/comm/")
@@ -20,7 +22,10 @@ _WAITING = ("distributed_c10d.py", "torch/distributed/", "deepspeed/comm/")
 
 @dataclass(frozen=True)
 class Hang:
-    """`stuck`: ranks that the others wait for. `sure`: there is no use in waiting (the process is stopped)."""
+    """`stuck`: ranks that the others wait for. `sure`: there is no use in waiting (the process is stopped).
+
+    `stacks` is empty for a rank that is only slow: it computes, and was not asked.
+    """
 
     stuck: tuple[int, ...]
     reason: str
@@ -35,6 +40,10 @@ class Watchdog:
     logs: Path
     began_seconds: float
     reported: Hang | None = None
+    _slow_since: float = 0.0  # the newest beat for which a slow rank was told
+    _recent: list[tuple[float, Mapping[int, float]]] = field(
+        default_factory=list
+    )  # processor seconds of ranks
     _silent_since: float = 0.0
     _reported_seconds: float = 0.0
     _processor_seconds: Mapping[int, float] = field(
@@ -51,11 +60,13 @@ class Watchdog:
     def look(self, pids: Mapping[int, int]) -> Hang | None:
         """A hang that is new or has become hopeless, else None. `pids`: rank -> process, of those alive.
 
-        The first time a rank is overdue, stacks are collected and told, which disturbs nothing. The ranks are
+        The first time a rank is overdue, stacks are collected and told, which disturbs nothing; while one that
+        the others may wait for computes, it is only told to be slow, until BUSY_FACTOR times its limit. The ranks are
         given up (`sure`) when one is stopped, or when as much time again passes (at least PATIENCE_SECONDS, or
         BUSY_PATIENCE_SECONDS while the ranks that the others wait for use a processor).
         """
         now = time.monotonic()
+        self._note(pids, now)
         beats = {rank: b for rank in pids if (b := read_beat(heartbeat_path(self.logs, rank))) is not None}
         if not beats:
             return None
@@ -72,12 +83,31 @@ class Watchdog:
         if self.reported is not None:
             return None  # some rank has moved since: a slow phase, not a hang
         stopped = [r for r in pids if _state(pids[r]) in ("T", "t")]
+        computing = [r for r in _behind(beats, {}) if self._computes(r)]
+        if computing and not stopped:
+            limit = min(b.limit_seconds for b in overdue.values())
+            if now - newest <= BUSY_FACTOR * limit:
+                if self._slow_since == newest:
+                    return None
+                self._slow_since = newest
+                return _slow(computing, beats, now)
         stacks = _stacks(self.logs, {r: pids[r] for r in beats}, stopped)
         stuck = stopped or _behind(beats, stacks)
         self.reported = _hang(stuck, beats, stacks, bool(stopped), now)
         self._silent_since, self._reported_seconds = newest, time.monotonic()
         self._processor_seconds = {r: _processor_seconds(pid) for r, pid in pids.items()}
         return self.reported
+
+    def _note(self, pids: Mapping[int, int], now: float) -> None:
+        self._recent.append((now, {r: _processor_seconds(pid) for r, pid in pids.items()}))
+        while len(self._recent) > 2 and self._recent[1][0] <= now - RECENT_SECONDS:
+            del self._recent[0]
+
+    def _computes(self, rank: int) -> bool:
+        """Whether a rank used a processor lately."""
+        (began, before), (ended, after) = self._recent[0], self._recent[-1]
+        used = after.get(rank, 0.0) - before.get(rank, after.get(rank, 0.0))
+        return used > BUSY_SHARE * (ended - began) > 0
 
     def _busy(self, pids: Mapping[int, int], now: float) -> bool:
         """Whether every rank that the others wait for has computed since the hang was reported."""
@@ -92,8 +122,7 @@ class Watchdog:
 def _hang(
     stuck: list[int], beats: Mapping[int, Beat], stacks: Mapping[int, str], stopped: bool, now: float
 ) -> Hang:
-    names = "rank " + str(stuck[0]) if len(stuck) == 1 else "ranks " + ", ".join(map(str, stuck))
-    beat = beats.get(stuck[0]) or next(iter(beats.values()))
+    names, beat = _names(stuck), beats.get(stuck[0]) or next(iter(beats.values()))
     state = "is stopped (SIGSTOP)" if stopped else "hangs"
     reason = f"{names} {state}: no sign of life for {now - beat.time_seconds:.1f} s since {beat}"
     text = "\n".join(
@@ -101,6 +130,19 @@ def _hang(
         for rank in sorted(stacks)
     )
     return Hang(tuple(stuck), reason, text, sure=stopped)
+
+
+def _slow(computing: list[int], beats: Mapping[int, Beat], now: float) -> Hang:
+    beat = beats[computing[0]]
+    verb = "is" if len(computing) == 1 else "are"
+    silence = f"{now - beat.time_seconds:.1f} s since {beat}"
+    return Hang(
+        tuple(computing), f"{_names(computing)} {verb} slow: {silence}, computing all the while", "", False
+    )
+
+
+def _names(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
 
 
 def _hopeless(hang: Hang) -> Hang:
