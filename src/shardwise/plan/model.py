@@ -125,12 +125,13 @@ def disk_holds(memory: MemoryEstimate, offer: Offer) -> bool:
 def _offloaded_bytes(shape: ModelShape, stack: Stack) -> int:
     """Of one node."""
     ranks = min(stack.gpus_per_node, stack.world_size)
-    return ranks * (held(shape, stack, OURS).host + PROCESS_BYTES)
+    states = held(shape, stack, OURS)
+    return ranks * (states.host + states.paged + PROCESS_BYTES)
 
 
 def host_problem(shape: ModelShape, stack: Stack, offer: Offer, memory: MemoryEstimate) -> str:
     """What a node's host cannot hold of what is offloaded, with the numbers; empty when it can."""
-    if stack.offload_optimizer == "none" and stack.offload_parameters == "none":
+    if stack.offload_optimizer == "none" and stack.offload_parameters == "none" and not memory.paged_bytes:
         return ""
     if not host_holds(shape, stack, offer):
         needed, whole = _offloaded_bytes(shape, stack), offer.host_bytes_per_node

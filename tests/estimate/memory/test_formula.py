@@ -64,6 +64,20 @@ def test_terms_sum_to_the_peak_and_say_their_formula():
         assert estimate.allocated_bytes == max(estimate.phases.values())
 
 
+def test_paged_states_are_no_part_of_the_peak_but_of_the_device_and_of_the_host():
+    of = shape("meta-llama/Llama-3.1-8B")
+    stack = Stack(method="full", optimizer="adamw_8bit", activation_checkpointing="full")
+    resident = estimate_memory(of, stack)
+    paged = estimate_memory(of, replace(stack, optimizer="paged_adamw_8bit"))
+    states = held(of, stack, OURS).optimizer
+    assert paged.paged_bytes == states > 2 * of.total_parameters and resident.paged_bytes == 0
+    assert resident.allocated_bytes - paged.allocated_bytes == states
+    assert paged.term("optimizer") == 0 and sum(t.bytes for t in paged.terms) == paged.allocated_bytes
+    assert paged.device_bytes - paged.reserved_bytes - paged.fixed_bytes == states
+    assert paged.host_bytes_per_node >= states
+    assert any("are paged" in n for n in paged.notes)
+
+
 def test_nothing_is_left_alive_that_a_step_does_not_keep():
     """Twice the layers: twice the activations, to the byte, whatever is played and whatever is skipped."""
     llama = shape("Llama-3.1-8B")

@@ -71,17 +71,18 @@ def estimate_memory(shape: ModelShape, stack: Stack, trainer: Trainer | None = N
         terms=_terms(states, moving, shape, stack, trainer),
         reserved_bytes=reserved_bytes(allocated, stack),
         fixed_bytes=fixed_bytes(stack),
-        host_bytes_per_node=host_bytes_per_node(shape, stack, states.host),
+        host_bytes_per_node=host_bytes_per_node(shape, stack, states.host + states.paged),
         disk_bytes_per_node=disk_bytes_per_node(shape, stack, states.nvme),
         low_bytes=int(allocated * (1 - spread)),
         high_bytes=int(allocated * (1 + spread)),
         source="formula",
-        notes=_notes(shape, stack, sheet, phases, question),
+        notes=_notes(shape, stack, sheet, phases, question, states.paged),
+        paged_bytes=states.paged,
     )
 
 
 def _notes(
-    shape: ModelShape, stack: Stack, sheet: Sheet, phases: dict[str, int], question: Question
+    shape: ModelShape, stack: Stack, sheet: Sheet, phases: dict[str, int], question: Question, paged: int
 ) -> tuple[str, ...]:
     """What a reader should know about this estimate, and what would make it smaller."""
     notes = []
@@ -90,6 +91,11 @@ def _notes(
         notes.append(
             f"logits of {shape.vocab_size:,} words take {format_bytes(logits)}: "
             "training.loss: chunked never holds them all"
+        )
+    if paged:
+        notes.append(
+            f"{format_bytes(paged)} of optimizer states are paged: on the device while there is room, else they come "
+            "from host memory in every step and go back; torch counts them in neither case"
         )
     if shape.is_moe:
         notes.append(

@@ -62,6 +62,9 @@ class Held:
     gradients: int  # those that live through the next forward
     host: int  # offloaded, this rank's part
     nvme: int
+    paged: (
+        int  # optimizer states in managed memory: on the device while there is room, no part of `optimizer`
+    )
     update_elements: int  # elements the optimizer updates at once
     words: dict[str, str]
 
@@ -122,6 +125,7 @@ def held(shape: ModelShape, stack: Stack, trainer: Trainer) -> Held:
             nvme += moved
         else:
             host += moved
+    paged, states = (states, 0.0) if stack.optimizer.startswith("paged") else (0.0, states)
     at_once = trainer.whole_step or stack.sharding in ("zero1", "zero2", "zero3")
     if stack.sharding == "zero3" and trainer.kernels:
         at_once = False  # sub-groups of whole tensors
@@ -136,7 +140,7 @@ def held(shape: ModelShape, stack: Stack, trainer: Trainer) -> Held:
         "gradients": f"{grad_bytes} B x {n.trained:,} / {grad_shards}",
     }
     return Held(
-        int(weights), int(masters), int(states), int(gradients), int(host), int(nvme),
+        int(weights), int(masters), int(states), int(gradients), int(host), int(nvme), int(paged),
         int(updated),
         words,
     )  # fmt: skip

@@ -32,7 +32,8 @@ class MemoryEstimate:
 
     `allocated_bytes` is the peak of live tensors and decides whether a plan fits. `reserved_bytes` adds the
     allocator's holes, `fixed_bytes` is what a process takes beside its tensors (context, NCCL, workspaces).
-    `low_bytes` and `high_bytes` bound the allocated peak. `source` is "tape" or "formula".
+    `paged_bytes`, in none of these, are optimizer states in managed memory: on the device while there is room, in
+    host memory (where `host_bytes_per_node` counts them) otherwise. `low_bytes` and `high_bytes` bound the allocated peak. `source` is "tape" or "formula".
     """
 
     allocated_bytes: int
@@ -47,11 +48,12 @@ class MemoryEstimate:
     high_bytes: int
     source: str
     notes: tuple[str, ...] = ()
+    paged_bytes: int = 0
 
     @property
     def device_bytes(self) -> int:
-        """What the vendor's tool (nvidia-smi) will show."""
-        return self.reserved_bytes + self.fixed_bytes
+        """What the vendor's tool (nvidia-smi) will show where there is room for paged states."""
+        return self.reserved_bytes + self.fixed_bytes + self.paged_bytes
 
     def term(self, name: str) -> int:
         return sum(t.bytes for t in self.terms if t.name == name)

@@ -213,8 +213,10 @@ def _paging(shape: ModelShape, gpu: Gpu, stack: Stack) -> float:
     if gpu.kind != "cuda":
         return 0.0
     memory = estimate_memory(shape, stack)
-    over = memory.allocated_bytes + memory.fixed_bytes - gpu.usable_bytes
-    paged = min(max(0, over), memory.term("optimizer"))
+    # A program's paged fp32 states are counted as if they had to stay.
+    states = memory.paged_bytes or memory.term("optimizer")
+    over = memory.allocated_bytes + memory.fixed_bytes + memory.paged_bytes - gpu.usable_bytes
+    paged = min(max(0, over), states)
     return 2 * paged / (gpu.pcie.bytes_per_second * c.PCIE)
 
 
