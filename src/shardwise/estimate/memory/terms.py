@@ -32,8 +32,9 @@ class MemoryEstimate:
 
     `allocated_bytes` is the peak of live tensors and decides whether a plan fits. `reserved_bytes` adds the
     allocator's holes, `fixed_bytes` is what a process takes beside its tensors (context, NCCL, workspaces).
-    `paged_bytes`, in none of these, are optimizer states in managed memory: on the device while there is room, in
-    host memory (where `host_bytes_per_node` counts them) otherwise. `low_bytes` and `high_bytes` bound the allocated peak. `source` is "tape" or "formula".
+    `low_bytes` and `high_bytes` bound the allocated peak. `source` is "tape" or "formula". `paged_bytes`, in none of
+    these, are optimizer states in managed memory: on the device while there is room, in host memory (where
+    `host_bytes_per_node` counts them) otherwise.
     """
 
     allocated_bytes: int
