@@ -110,6 +110,32 @@ def test_a_written_recipe_is_one_that_train_takes(model: Path, tmp_path: Path) -
     assert "not overwritten" in again.stderr
 
 
+@pytest.mark.parametrize("offer", ["RTX4090", "2xRTX4090", "8xH100-80GB", "16xA100-80GB"])
+def test_a_written_recipe_is_one_that_launch_takes(
+    offer: str, model: Path, tmp_path: Path, monkeypatch
+) -> None:
+    from click.testing import CliRunner
+
+    from shardwise.cli.main import cli
+
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text('{"text": "hello"}\n' * 50)
+    question = ["plan", str(model), "--gpus", offer, "--data", "rows.jsonl", "--method", "full"]
+    done = CliRunner().invoke(cli, [*question, "--write", "recipe.yaml"])
+    assert done.exit_code == 0, done.output
+    # what a plan cannot know: where runs are kept
+    own = {
+        "kubernetes": ["--set", "launch.kubernetes.claim=c"],
+        "skypilot": ["--set", "launch.skypilot.volume=v"],
+    }
+    for place in ("torchrun", "slurm", "kubernetes", "ray", "skypilot"):
+        words = ["launch", "recipe.yaml", "--on", place, "--dry-run", *own.get(place, [])]
+        done = CliRunner().invoke(cli, words)
+        assert done.exit_code == 0, (place, done.output)
+        assert "shardwise" in done.output
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "recipe.yaml", "rows.jsonl"]
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [

@@ -29,6 +29,7 @@ from shardwise.runs.jsonfile import read_json, write_json, write_text
 
 TARGETS = ("torchrun", "slurm", "kubernetes", "ray", "skypilot")
 LAUNCHES = "launches"
+LONGEST_DEFAULT_NAME = 40  # Kubernetes adds its own words to a name and takes 63 characters in all
 JOB = "job.json"
 CANCELLED = "cancelled"
 
@@ -60,10 +61,13 @@ def target(name: str) -> Target:
 
 
 def default_name(recipe: Recipe) -> str:
-    """Model, method and time, in characters that every scheduler takes."""
-    words = f"{Path(recipe.model.source).name}-{recipe.method}-{time.strftime('%m%d-%H%M%S')}".lower()
-    name = "".join(c if c.isascii() and c.isalnum() else "-" for c in words).strip("-")
-    return name if name[:1].isalpha() else f"run-{name}"
+    """Model, method and time, in characters and of a length that every scheduler takes."""
+    end = f"-{recipe.method}-{time.strftime('%m%d-%H%M%S')}"
+    model = "".join(c if c.isascii() and c.isalnum() else "-" for c in Path(recipe.model.source).name.lower())
+    model = model.strip("-")
+    if not model[:1].isalpha():
+        model = f"run-{model}"
+    return model[: LONGEST_DEFAULT_NAME - len(end)].strip("-") + end
 
 
 def prepare(recipe: Recipe, name: str, decided: Recipe | None) -> Launched:
