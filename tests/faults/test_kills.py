@@ -55,6 +55,7 @@ def test_c02_kill_9_at_random_moments_of_saves(train: Train, engine: str, undist
     record(
         f"kills-in-saves-{engine}", {"kills": kills, "resumed_from_steps": resumed, "torn_saves": interrupted}
     )
+    assert interrupted or kills < 20  # else hardly any kill can have struck a save
     assert all(verify(c.path) is None for c in ended.run.checkpoints())
     if steps == 12:
         assert ended.losses == undisturbed.losses and same(ended.weights(), undisturbed.weights())

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from shardwise.launch.local import Outcome, start
 from shardwise.recipe import Recipe
 from shardwise.runs import RunFolder
-from shardwise.runs.checkpoints import choose
+from shardwise.runs.checkpoints import choose, pass_over
 
 RESUME_STEP = "SHARDWISE_RESUME_STEP"  # environment: the step whose checkpoint has been verified
 
@@ -33,7 +33,8 @@ def attempts(run: RunFolder, recipe: Recipe, environment: Mapping[str, str], ste
         if not by_chance or outcome.stop_asked:
             return outcome
         assert failure is not None
-        newest = choose(run).checkpoint
+        choice = choose(run)
+        newest = choice.checkpoint
         if newest is not None and newest.step > (step or 0):
             left = recipe.checkpoint.restarts
         if left == 0:
@@ -49,6 +50,8 @@ def attempts(run: RunFolder, recipe: Recipe, environment: Mapping[str, str], ste
             silent_seconds=failure.silent_seconds,
         )
         tell(run, f"{failure.reason}; going on {where} ({left} more tries without a new checkpoint)")
+        for words in pass_over(choice.skipped, where):
+            tell(run, words)
         if step is None:
             run.event("resume", step=0)
 

@@ -37,7 +37,7 @@ from shardwise.rules import check, situation
 from shardwise.runs import RunFolder, Summary, create_run, tracking
 from shardwise.runs.changes import check as check_changes
 from shardwise.runs.changes import compare, facts
-from shardwise.runs.checkpoints import chosen, set_aside
+from shardwise.runs.checkpoints import chosen, pass_over
 from shardwise.runs.checkpoints import facts_of as facts_at
 from shardwise.runs.jsonfile import write_text
 
@@ -226,10 +226,8 @@ def _go_on_from(run: RunFolder, job: Job, accepted: Sequence[str]) -> int:
     except BaseException:
         run.release()
         raise
-    for one in skipped:
-        tell(run, f"{one.path.name} is not used: {one.reason}; going on from step {checkpoint.step}")
-        if one.path.name.removeprefix("step-").isdigit():
-            set_aside(one.path)
+    for words in pass_over(skipped, f"from step {checkpoint.step}"):
+        tell(run, words)
     for change in changes:
         tell(
             run,

@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -179,6 +179,14 @@ def prune(run: RunFolder, keep: int) -> list[int]:
         if path.suffix == WRITING or (path.suffix == DAMAGED and _step_of(path) <= latest):
             shutil.rmtree(path, ignore_errors=True)
     return removed
+
+
+def pass_over(skipped: Sequence[Skipped], where: str) -> list[str]:
+    """What to say of checkpoints that are not used, going on `where`; damaged ones are set aside."""
+    for one in skipped:
+        if one.path.name.removeprefix("step-").isdigit():
+            set_aside(one.path)
+    return [f"{one.path.name} is not used: {one.reason}; going on {where}" for one in skipped]
 
 
 def set_aside(path: Path) -> Path:

@@ -24,7 +24,7 @@ from shardwise.facts.weights import weights_digest
 from shardwise.recipe import Recipe, parse_recipe
 from shardwise.runs import RunFolder
 from shardwise.runs.changes import Change, accepted_of, check, compare, facts
-from shardwise.runs.checkpoints import Skipped, best, chosen, facts_of, set_aside, sha256
+from shardwise.runs.checkpoints import Skipped, best, chosen, facts_of, pass_over, sha256
 from shardwise.runs.effective import effective
 from shardwise.training import checks, samples
 from shardwise.training.adapters.peft_import import import_peft
@@ -277,14 +277,11 @@ def _tell(
     run: RunFolder, skipped: Sequence[Skipped], changes: Sequence[tuple[Change, bool]], step: int
 ) -> None:
     """Say and record what is not used, and what has changed since `step`; damaged checkpoints are set aside."""
-    told = [f"{one.path.name} is not used: {one.reason}; going on from step {step}" for one in skipped]
+    told = pass_over(skipped, f"from step {step}")
     told += [f"since step {step} {change}{' (accepted)' if wanted else ''}" for change, wanted in changes]
     for message in told:
         run.event("warning", message=message)
         print(f"warning: {message}", file=sys.stderr, flush=True)
-    for one in skipped:
-        if one.path.name.removeprefix("step-").isdigit():
-            set_aside(one.path)
 
 
 def _sample(job: Job, tokenizer: Any, prompts: list[samples.Prompt], step: int, bar: Bar) -> None:

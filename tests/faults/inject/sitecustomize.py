@@ -73,7 +73,7 @@ def kill_in_a_save() -> None:
         (marker / str(number)).touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Timer(draw.uniform(0.0, float(os.environ.get("FAULT_WITHIN", "0.1"))), end).start()
+    threading.Timer(draw.uniform(0.0, float(os.environ.get("FAULT_WITHIN", "0.05"))), end).start()
 
 
 def change_watch(module: Any) -> None:
