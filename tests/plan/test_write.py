@@ -86,6 +86,10 @@ def test_m18_rows_are_counted_with_the_model_s_tokenizer_and_steps_are_the_train
     job = decide(load_recipe(recipe))
     assert found["recommended"]["steps"] == job.plan.steps
     assert found["question"]["tokens"] == int(job.prepared.train.lengths.sum())
+    rows, stack = job.prepared.train, job.plan.stack
+    drawn = [n for n in rows.lengths.tolist() for _ in range(n)]  # the length of every token's row
+    assert stack.document_tokens == pytest.approx(sum(drawn) / len(drawn))
+    assert stack.labelled_share == pytest.approx(sum(rows.trained) / len(drawn)) and stack.labelled_share < 1
 
 
 def test_without_a_tokenizer_the_approximation_is_said_aloud(

@@ -26,6 +26,10 @@ class Stack:
     sequence_length: int = 2048
     labelled_tokens: int | None = None  # of the micro-batch with most; None: every token has a label
     documents: int | None = None  # in the fullest micro-batch; None: not known, more than one
+    labelled_share: float = 1.0  # of all tokens, those with a label
+    document_tokens: float | None = (
+        None  # of the document a token lies in, on average; None: the whole sequence
+    )
     gradient_accumulation_steps: int = 1
     precision: Literal["bf16", "fp32"] = "bf16"  # of compute
     master_weights: bool = True  # fp32 copies of trained bf16 weights
@@ -51,6 +55,11 @@ class Stack:
     def dp_shard(self) -> int:
         """Ranks that a shard is split over."""
         return 1 if self.sharding in ("single", "ddp") else self.world_size // self.dp_replicate
+
+    @property
+    def attended_tokens(self) -> float:
+        """Length within which a token attends: its document's, at most its sequence's."""
+        return min(self.sequence_length, self.document_tokens or self.sequence_length)
 
     @property
     def tokens_per_micro_batch(self) -> int:

@@ -157,6 +157,8 @@ def facts_of(prepared: Prepared, recipe: Recipe) -> DataFacts:
         labelled_at=labelled_at,
         steps_at=steps_at,
         held_out=prepared.held_out,
+        labelled_share=float(prepared.train.trained.sum() / lengths.sum()),
+        document_tokens=float((lengths.astype(float) ** 2).sum() / lengths.sum()),
         name=", ".join(s.path for s in recipe.data.train),
     )
 

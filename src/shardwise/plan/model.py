@@ -25,7 +25,8 @@ class DataFacts:
     `sequences_at(length)` is the exact number of packed sequences of that length, where the rows were read;
     `labelled_at(length, global batch, micro-batch, ranks)` most tokens with a label in one micro-batch.
     `steps_at(length, global batch)` is the trainer's own count of the run's optimizer steps; `held_out` the number
-    of rows that were set aside, where the recipe left it open.
+    of rows that were set aside, where the recipe left it open. `labelled_share` is that of tokens with a label,
+    `document_tokens` the length of the row that a token lies in, on average over tokens.
     """
 
     tokens: int | None = None
@@ -35,6 +36,8 @@ class DataFacts:
     labelled_at: Callable[[int, int, int, int], int] | None = None
     steps_at: Callable[[int, int], int] | None = None
     held_out: int | None = None
+    labelled_share: float = 1.0
+    document_tokens: float | None = None
     name: str = ""
 
     def sequences(self, sequence_length: int) -> int | None:

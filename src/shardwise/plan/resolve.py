@@ -80,6 +80,8 @@ def resolve(
         dora=recipe.lora.dora,
         double_quantization=recipe.quantization.double_quantization,
         device=device,
+        labelled_share=data.labelled_share,
+        document_tokens=data.document_tokens,
     )  # fmt: skip
     batch = _global_batch(recipe, draft, sequences, made)
     chosen = choose(recipe, shape, offer, draft, batch, where)

@@ -82,6 +82,8 @@ def _shardings(question: Question, method: str, offer: Offer) -> tuple[Stack, ..
         lora_rank=question.lora_rank,
         lora_targets=question.lora_targets,
         device=gpu.kind,
+        labelled_share=question.data.labelled_share,
+        document_tokens=question.data.document_tokens,
     )
     return _engines(draft, offer.nodes)
 

@@ -199,6 +199,20 @@ def test_zero3_fetches_a_huge_layer_late_and_again() -> None:
     assert part(few, "communication") > 1.5 * part(many, "communication")
 
 
+def test_attention_reaches_as_far_as_documents_and_the_loss_as_far_as_labels() -> None:
+    whole = speed(sequence_length=8192)
+    short = speed(sequence_length=8192, document_tokens=512.0)
+    assert part(short, "attention") == pytest.approx(
+        part(whole, "attention") / 16, rel=0.3
+    )  # or bound by traffic
+    assert speed(sequence_length=512, document_tokens=9000.0) == speed(sequence_length=512)
+    eager = {"sequence_length": 8192, "attention": "eager"}  # masks what it has computed
+    assert part(speed(**eager, document_tokens=512.0), "attention") == part(speed(**eager), "attention")
+    answers = speed(labelled_share=0.25)
+    assert part(answers, "loss") == pytest.approx(part(speed(), "loss") / 4, rel=0.01)
+    assert part(speed(labelled_share=0.25, loss="full"), "loss") == part(speed(), "loss")
+
+
 def test_paged_states_that_find_room_cost_nothing_and_others_cross_pcie_twice() -> None:
     fitting = speed(optimizer="paged_adamw_8bit")
     assert part(fitting, "offload") == 0

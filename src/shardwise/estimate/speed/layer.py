@@ -1,6 +1,6 @@
 """Seconds that one rank's processor needs for a micro-batch, by what it does. No communication here.
 
-T tokens of a micro-batch in sequences of S, H hidden size, F width of the MLP, N parameters.
+T tokens of a micro-batch in documents of S, H hidden size, F width of the MLP, N parameters.
 A matrix product of T rows with P weights takes max(2 T P / (peak x sustained x fill), bytes / bandwidth).
 """
 
@@ -78,7 +78,8 @@ def micro_batch_work(
     rank: int,
     targets: str | tuple[str, ...],
     tokens: int,
-    sequence: int,
+    sequence: float,
+    labelled: float,
     checkpointing: str,
     precision: str,
     attention: str,
@@ -86,7 +87,7 @@ def micro_batch_work(
     program: Program,
     engine: Engine,
 ) -> Work:
-    """One rank's work for `tokens` tokens in sequences of `sequence`."""
+    """One rank's work for `tokens` tokens, the share `labelled` of them with a label, in documents of `sequence`."""
     capability, peak, share, bandwidth, op_seconds = gpu_key
     speed, stream = peak * share, bandwidth * c.BANDWIDTH
     passes = _passes(method, checkpointing, program)
@@ -110,9 +111,10 @@ def micro_batch_work(
         # three products of low rank, each streaming its input and output
         matrix += 3 * 2 * tokens * adapters / (speed * 0.5)
     head_passes = 3.0 if method == "full" else 2
-    loss = head_passes * max(2 * tokens * head / (speed * fill), head * size / stream)
-    loss += tokens * shape.vocab_size * 24 / stream
-    needed += head_passes * 2 * tokens * head
+    scored = tokens * labelled  # our loss, and fused ones, look at no other position
+    loss = head_passes * max(2 * scored * head / (speed * fill), head * size / stream)
+    loss += scored * shape.vocab_size * 24 / stream
+    needed += head_passes * 2 * scored * head
 
     attention_flops = _attention_flops(shape, tokens, sequence)
     forward, backward = _attention_seconds(shape, attention_flops, tokens, sequence, capability, speed / share,
@@ -162,10 +164,13 @@ def work_of(shape: ModelShape, gpu: Gpu, stack: Stack, program: Program = OURS) 
         gpu.bandwidth_bytes_per_second,
         op,
     )
+    # eager attention scores whole sequences and masks; full logits are made for every token
+    attended = stack.sequence_length if stack.attention == "eager" else stack.attended_tokens
+    labelled = stack.labelled_share if stack.loss == "chunked" else 1.0
     return micro_batch_work(
         shape, gpu_key, stack.method, stack.lora_rank, stack.lora_targets, stack.tokens_per_micro_batch,
-        stack.sequence_length, stack.activation_checkpointing, stack.precision, stack.attention, stack.compile,
-        program, engine_of(stack, program.engine),
+        attended, labelled, stack.activation_checkpointing, stack.precision, stack.attention, stack.compile, program,
+        engine_of(stack, program.engine),
     )  # fmt: skip
 
 
@@ -204,7 +209,7 @@ def _fill(rows: float) -> float:
     return rows / (tiles * c.TILE) if rows >= c.TILE / 2 else 0.5
 
 
-def _attention_flops(shape: ModelShape, tokens: int, sequence: int) -> float:
+def _attention_flops(shape: ModelShape, tokens: int, sequence: float) -> float:
     """Forward FLOPs of scores and values, causal half, sliding windows respected."""
     width = shape.num_attention_heads * shape.head_dim
     window = shape.sliding_window
@@ -220,7 +225,7 @@ def _attention_seconds(
     shape: ModelShape,
     flops: float,
     tokens: int,
-    sequence: int,
+    sequence: float,
     capability: str,
     peak: float,
     stream: float,
