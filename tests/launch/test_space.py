@@ -10,7 +10,8 @@ import pytest
 
 from shardwise.errors import UsageError
 from shardwise.launch import space as module
-from shardwise.launch.space import checkpoint_bytes, require_space, require_writable
+from shardwise.launch.space import require_space, require_writable
+from shardwise.plan.saving import checkpoint_bytes
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def job(tiny_model: Path, chat_file: Path) -> Any:
 def test_c03_too_little_room_is_refused_with_both_numbers(
     job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    each = checkpoint_bytes(28_832, job.recipe)
+    each = checkpoint_bytes(job.shape, job.plan.stack)
     assert each == 28_832 * 12  # fp32 weights 4, AdamW 8
     needed = 5 * each + 4 * 28_832  # 3 kept, the best, one being written; and the result
     for free, fits in ((needed, True), (needed - 1, False)):

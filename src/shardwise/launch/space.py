@@ -7,22 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.errors import UsageError
-from shardwise.estimate.memory.states import OPTIMIZER_STATES, counts
-from shardwise.recipe import Recipe
+from shardwise.plan.saving import checkpoint_bytes, trained
 from shardwise.units import format_bytes
 
 if TYPE_CHECKING:
     from shardwise.launch.job import Job
-
-
-def checkpoint_bytes(trainable_parameters: int, recipe: Recipe) -> int:
-    """Size of one checkpoint: weights in the precision the optimizer keeps, and its states."""
-    low = recipe.training.precision == "bf16" and not recipe.optimizer.master_weights
-    weights = 2 if low else 4
-    states = OPTIMIZER_STATES[recipe.optimizer.name] * (
-        0.5 if low and recipe.optimizer.name == "adamw" else 1.0
-    )
-    return int(trainable_parameters * (weights + states))
 
 
 @dataclass(frozen=True)
@@ -43,14 +32,13 @@ class Space:
 
 def space(job: "Job", folder: Path) -> Space:
     """Disk space of a decided run that writes below `folder`."""
-    recipe, lora = job.recipe, job.recipe.lora
+    recipe, stack = job.recipe, job.plan.stack
     every = recipe.checkpoint.every_steps
     steps = job.plan.steps
     saves = max(1, -(-steps // every)) if isinstance(every, int) and every and steps else 1
     count = min(saves, recipe.checkpoint.keep + 1) + (1 if saves > 1 else 0)
-    trained = counts(job.shape, recipe.method, lora.rank, lora.targets, lora.dora, experts=False).trained
-    each = checkpoint_bytes(trained, recipe)
-    result = trained * (2 if recipe.training.precision == "bf16" else 4)
+    each = checkpoint_bytes(job.shape, stack)
+    result = trained(job.shape, stack) * (2 if recipe.training.precision == "bf16" else 4)
     return Space(each, count, count * each + result, shutil.disk_usage(existing(folder)).free)
 
 

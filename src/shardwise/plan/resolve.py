@@ -14,6 +14,7 @@ from shardwise.facts.precision import load_rates
 from shardwise.facts.versions import installed_versions
 from shardwise.plan.model import Choice, DataFacts, Plan, fill_of, planned_steps
 from shardwise.plan.question import engine_name
+from shardwise.plan.saving import save_every
 from shardwise.plan.sharding import Chosen, choose, engine_section
 from shardwise.recipe.schema import Recipe
 from shardwise.rules import Situation
@@ -90,13 +91,20 @@ def resolve(
         sizes = (length, stack.global_batch_size, stack.micro_batch_size, stack.world_size)
         stack = replace(stack, labelled_tokens=data.labelled_at(*sizes))
     steps = _steps(recipe, stack, data, made)
-    filled = _fill(recipe, stack, steps, optimizer, data, made)
+    speed = estimate_speed(shape, offer.gpu, stack)
+    evaluate = made.auto("evaluation.every_steps", recipe.evaluation.every_steps, max(1, (steps or 100) // 10),
+                         "ten times in a run")  # fmt: skip
+    background = recipe.checkpoint.background
+    save, why = save_every(shape, stack, offer.gpu, speed.step_seconds, steps, evaluate,
+                           device == "cuda" if background is None else background)  # fmt: skip
+    save = made.auto("checkpoint.every_steps", recipe.checkpoint.every_steps, save, why)
+    filled = _fill(recipe, stack, optimizer, (evaluate, save), data, made)
     plan = Plan(
         shape=shape,
         offer=offer,
         stack=stack,
         memory=estimate_memory(shape, stack),
-        speed=estimate_speed(shape, offer.gpu, stack),
+        speed=speed,
         capacity_bytes=offer.gpu.usable_bytes,
         steps=steps,
         fill=fill_of(data, length),
@@ -239,18 +247,14 @@ def _steps(recipe: Recipe, stack: Stack, data: DataFacts, made: _Choices) -> int
 
 
 def _fill(
-    recipe: Recipe, stack: Stack, steps: int | None, rate: float, data: DataFacts, made: _Choices
+    recipe: Recipe, stack: Stack, rate: float, every: tuple[int, int], data: DataFacts, made: _Choices
 ) -> Recipe:
-    """The recipe with every decision written in."""
+    """The recipe with every decision written in. `every`: steps between evaluations, and between saves."""
     training = recipe.training
     epochs = training.epochs
     if epochs is None and training.max_steps is None and training.max_tokens is None:
         epochs = 1.0
         made.made.append(Choice("training.epochs", "1", "no epochs, max_steps or max_tokens is given"))
-    evaluate = made.auto("evaluation.every_steps", recipe.evaluation.every_steps, max(1, (steps or 100) // 10),
-                         "ten times in a run")  # fmt: skip
-    save = made.auto("checkpoint.every_steps", recipe.checkpoint.every_steps, max(10, (steps or 500) // 5),
-                     "five times in a run")  # fmt: skip
     update: dict[str, Any] = {
         "model": {"attention": stack.attention},
         "data": {"sequence_length": stack.sequence_length},
@@ -264,8 +268,8 @@ def _fill(
             "loss": stack.loss,
         },
         "engine": engine_section(recipe, stack),
-        "evaluation": {"every_steps": evaluate},
-        "checkpoint": {"every_steps": save},
+        "evaluation": {"every_steps": every[0]},
+        "checkpoint": {"every_steps": every[1]},
     }
     if recipe.data.validation == "auto" and data.rows is not None:
         held = 0 if data.rows < 20 else min(200, max(1, data.rows * 5 // 100))
