@@ -1,9 +1,9 @@
 """How long training stands still for a checkpoint: `python benchmarks/save_stall.py MODEL_FOLDER`.
 
-Real runs through the command a person types: full fine-tuning of a model, saved at the default interval of a short
-run (10 steps), once with training waiting for the save and once with the save in the background. Printed: seconds
-of a step, seconds that training stood still for a save, seconds until the save was whole on the disk, and what share
-of the wall time of an interval the standing still is. Writes JSON with --out.
+Real runs through the command a person types: full fine-tuning of a model, saved every few steps, once with training
+waiting for the save and once with the save in the background. Printed: seconds of a step, seconds that training stood
+still for a save, seconds until the save was whole on the disk, the interval that `checkpoint.every_steps: auto` means
+in a run of 1,000 such steps, and the share of its wall time that standing still takes. Writes JSON with --out.
 """
 
 import argparse
@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.data.standard_library import write_pairs
+from shardwise.launch.job import decide
+from shardwise.recipe import Recipe, load_recipe
 from shardwise.runs import RunFolder
 from shardwise.runs.records import Checkpoint
 
-INTERVAL = 10  # steps: what `checkpoint.every_steps: auto` is for runs of up to 50 steps; longer runs save less often
+INTERVAL = 6  # steps between the saves that are measured
 RECIPE = """
 model: {model}
 data: {{train: {train}, validation: 0, sequence_length: {tokens}}}
@@ -55,6 +57,7 @@ def measure(model: Path, root: Path, background: bool, saves: int, tokens: int) 
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     run = RunFolder(root / "runs" / name)
     steps = [e.seconds or 0.0 for e in run.steps()][2:]  # the first two are watched
+    interval = default_interval(recipe)
     found = [e for e in run.events() if isinstance(e, Checkpoint)][:-1]
     step, stalled = statistics.median(steps), statistics.median(e.seconds or 0.0 for e in found)
     summary = run.summary()
@@ -66,9 +69,20 @@ def measure(model: Path, root: Path, background: bool, saves: int, tokens: int) 
         "step_seconds_mean": statistics.mean(steps),
         "stalled_seconds_median": stalled,
         "written_seconds_median": statistics.median(e.written_seconds or 0.0 for e in found),
-        "stalled_share_of_an_interval": stalled / (stalled + INTERVAL * step),
+        "default_interval_steps": interval,
+        "stalled_share": stalled / (stalled + interval * step),
         "effective": summary.model_dump()["effective"],
     }
+
+
+def default_interval(recipe: Path) -> int:
+    """Steps between two saves where the recipe leaves it open and the run is long."""
+    values = load_recipe(recipe).model_dump(mode="json")
+    values["checkpoint"]["every_steps"] = "auto"
+    values["training"]["max_steps"] = 1000
+    found = decide(Recipe.model_validate(values)).recipe.checkpoint.every_steps
+    assert isinstance(found, int)
+    return found
 
 
 def main() -> None:
@@ -86,7 +100,7 @@ def main() -> None:
             "date": date.today().isoformat(),
             "platform": platform.platform(),
             "cores": os.cpu_count(),
-            "interval_steps": INTERVAL,
+            "measured_interval_steps": INTERVAL,
             "tokens_per_step": given.tokens,
             "waiting": measure(
                 given.model, Path(root), background=False, saves=given.saves, tokens=given.tokens
