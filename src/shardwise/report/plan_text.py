@@ -310,6 +310,11 @@ def assumptions(answer: Answer) -> list[str]:
             f"time: {plan.steps:,} steps of {plan.stack.global_batch_size} sequences, {filled}, and one minute to "
             "start and read the weights; evaluation and saving come on top"
         )
+    if plan.stack.document_tokens is not None:
+        lines.append(
+            f"rows: a token attends within {plan.stack.attended_tokens:,.0f} tokens on average (rows packed into one "
+            f"sequence do not see each other), and {plan.stack.labelled_share:.0%} of tokens have a label"
+        )
     if option.cost is not None:
         per = f"price: {option.cost.usd_per_gpu_hour:.2f} USD per GPU and hour: {option.cost.source}"
         lines.append(per)
