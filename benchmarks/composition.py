@@ -53,9 +53,8 @@ class Case:
                  f"{self.rows}x{self.sequence}"]  # fmt: skip
         if self.accumulation > 1:
             parts.append(f"{self.accumulation} micro-batches")
-        parts += [
-            v for v in (self.precision, self.checkpointing, self.loss) if v not in ("bf16", "none", "chunked")
-        ]
+        again = f"{self.checkpointing} recomputed" if self.checkpointing.isdecimal() else self.checkpointing
+        parts += [v for v in (self.precision, again, self.loss) if v not in ("bf16", "none", "chunked")]
         return ", ".join([*parts, *self.settings.split()])
 
     def folder(self, root: Path) -> Path:
@@ -116,7 +115,12 @@ CASES = (
     Case("EleutherAI/pythia-6.9b", 8, "lora", checkpointing="full"),
     Case("bigcode/starcoder2-7b", 8, "lora"),
     Case("ibm-granite/granite-3.1-2b-base", 20, checkpointing="full"),
+    Case(L8, 32, "lora", sequence=1024, checkpointing="11"),
+    Case(L1, 16, checkpointing="7", accumulation=2),
+    Case("mistralai/Mistral-7B-v0.3", 8, "qlora", sequence=1536, checkpointing="3"),
     # FSDP2
+    Case("Qwen/Qwen3-1.7B", 14, "lora", engine="fsdp2", ranks=8, checkpointing="9"),
+    Case(L1, 16, engine="fsdp2", ranks=8, sequence=4096, checkpointing="10"),
     Case(L8, 32, engine="fsdp2", ranks=8, sequence=4096, checkpointing="full"),
     Case(L8, 16, "lora", engine="fsdp2", ranks=4),
     Case(L8, 10, "qlora", engine="fsdp2", ranks=2, checkpointing="full", 
@@ -146,7 +150,10 @@ CASES = (
     Case("Qwen/Qwen2.5-0.5B", 24, engine="ddp", ranks=2, accumulation=3),
     Case("HuggingFaceTB/SmolLM2-360M", 32, engine="ddp", ranks=8, precision="fp32"),
     Case(L8, 9, "qlora", engine="ddp", ranks=8, checkpointing="full"),
+    Case(L1, 16, engine="ddp", ranks=8, sequence=4096, checkpointing="13"),
     # DeepSpeed
+    Case(L1, 16, engine="deepspeed", ranks=8, sequence=4096, checkpointing="6", settings=f"{ZERO}=2"),
+    Case(L1, 16, "lora", engine="deepspeed", ranks=8, sequence=4096, checkpointing="9", settings=f"{ZERO}=3"),
     Case("Qwen/Qwen2.5-3B", 9, engine="deepspeed", ranks=12, sequence=1024, settings=f"{ZERO}=2"),
     Case("HuggingFaceTB/SmolLM2-1.7B", 10, engine="deepspeed", ranks=48, settings=f"{ZERO}=1"),
     Case("mistralai/Mistral-7B-v0.3", 8, "lora", engine="deepspeed", ranks=6, settings=f"{ZERO}=2"),

@@ -93,6 +93,7 @@ CASES = [
     ("foreign_code_needs_consent", [], CUDA, {"needs_own_code": True}),
     ("attention_sinks_need_their_kernel", ["model.attention=flash_attention_2"], replace(CUDA, versions=None), {"model_type": "gpt_oss"}),
     ("sequences_within_positions", ["data.sequence_length=256", "data.packing=false"], CUDA, {}),
+    ("no_more_recomputed_than_layers", ["training.activation_checkpointing=999"], CUDA, {}),
     ("packages_are_there", ["engine.name=deepspeed"], replace(CUDA, versions={"torch": "2.13", "transformers": "5.24"}), {}),
     ("packages_are_new_enough", [], replace(CUDA, versions={"torch": "2.6.0+cu124", "transformers": "5.24"}), {}),
 ]  # fmt: skip

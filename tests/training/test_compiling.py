@@ -38,9 +38,9 @@ def graphs() -> int:
 
 
 # inductor compiles C++, half a minute; aot_eager does all but that.
-@pytest.mark.parametrize(("checkpointing", "backend"), [("none", "aot_eager"), ("full", "inductor")])
+@pytest.mark.parametrize(("checkpointing", "backend"), [("none", "aot_eager"), (1, "inductor")])
 def test_a_compiled_layer_trains_as_before(
-    folder: Path, checkpointing: str, backend: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, checkpointing: str | int, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiling, "BACKEND", os.environ.get("COMPILE_BACKEND", backend))
     plain = engine(folder, activation_checkpointing=checkpointing)

@@ -14,11 +14,13 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from shardwise.errors import RuleError
 from shardwise.recipe import parse_recipe
 from shardwise.recipe.schema import Optimizer
 from shardwise.training.batches import MicroBatch, pack_documents
 from shardwise.training.engines.protocol import trained
 from shardwise.training.engines.single import SingleEngine
+from shardwise.training.layers import decoder_layers
 from shardwise.training.model import ModelFolder, prepare_for_training
 from shardwise.training.optimizers import Updater, decay_groups
 
@@ -26,11 +28,15 @@ LENGTHS = (3, 40, 5, 60, 4, 30, 2, 50)
 
 
 def engine(
-    model: Path, precision: str = "fp32", accumulate: bool = False, method: str = "full"
+    model: Path,
+    precision: str = "fp32",
+    accumulate: bool = False,
+    method: str = "full",
+    checkpointing: str | int = "none",
 ) -> SingleEngine:
     recipe = parse_recipe(
         f"model: {model}\ndata: none\nmethod: {method}\noptimizer: {{learning_rate: 1e-3}}\n"
-        f"training: {{precision: {precision}, activation_checkpointing: none}}\n"
+        f"training: {{precision: {precision}, activation_checkpointing: {checkpointing}}}\n"
     )
     base = ModelFolder(model, recipe).load()
     if method == "lora":
@@ -74,6 +80,29 @@ def test_l01_accumulation_equals_the_big_batch(
     assert norm_8 == pytest.approx(norm, rel=tolerance)
     if precision == "fp32":
         torch.testing.assert_close(weights(parts), weights(whole), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_recomputing_some_layers_changes_no_bit(tiny_model: Path, method: str) -> None:
+    """None, some or all layers recomputed: the same losses, norms and weights; and only so many are recomputed."""
+    rows, found = documents(), []
+    for kind in ("none", 1, "full"):
+        e = engine(tiny_model, method=method, checkpointing=kind)
+        layers = decoder_layers(e.module)
+        assert len(layers) > 1
+        on = [bool(layer.gradient_checkpointing) for layer in layers]
+        count = {"none": 0, "full": len(layers)}.get(str(kind), kind)
+        assert on == [i < int(count) for i in range(len(layers))]
+        steps = [one_step(e, [pack_documents(rows)]) for _ in range(3)]
+        found.append((steps, weights(e)))
+    for steps, trained_weights in found[1:]:
+        assert steps == found[0][0]
+        assert torch.equal(trained_weights, found[0][1])
+
+
+def test_a_model_of_fewer_layers_is_refused(tiny_model: Path) -> None:
+    with pytest.raises(RuleError, match="layers"):
+        engine(tiny_model, checkpointing=99)
 
 
 def test_clipping_scales_the_gradient_by_the_global_norm(tiny_model: Path) -> None:

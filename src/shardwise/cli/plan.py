@@ -44,7 +44,9 @@ if TYPE_CHECKING:
 @click.option("--global-batch-size", type=click.IntRange(1), help="Sequences per optimizer step, all GPUs.")
 @click.option("--micro-batch-size", type=click.IntRange(1), help="Only this many sequences per GPU at once.")
 @click.option(
-    "--activation-checkpointing", type=click.Choice(["none", "selective", "full"]), help="Only this kind."
+    "--activation-checkpointing",
+    metavar="none|selective|full|LAYERS",
+    help="Only this kind, or so many layers.",
 )
 @click.option("--budget", metavar="USD", help="At most this much, like 500usd.")
 @click.option("--deadline", metavar="TIME", help="At most this long, like 12h.")
@@ -99,6 +101,7 @@ def plan(model: str, as_json: bool, explain: bool, write: str | None, **flags: A
 
 def _question(model: str, shape: "ModelShape", flags: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
     from shardwise.facts.gpus import load_prices
+    from shardwise.plan.question import checkpointing_of
     from shardwise.plan.search import METHODS, Question
     from shardwise.units import parse_seconds, parse_usd
 
@@ -133,7 +136,7 @@ def _question(model: str, shape: "ModelShape", flags: dict[str, Any]) -> tuple[A
         sequence_length=length,
         global_batch_size=flags["global_batch_size"],
         micro_batch_size=flags["micro_batch_size"],
-        activation_checkpointing=flags["activation_checkpointing"],
+        activation_checkpointing=checkpointing_of(flags["activation_checkpointing"] or "", shape),
         budget_usd=parse_usd(flags["budget"]) if flags["budget"] else None,
         deadline_seconds=parse_seconds(flags["deadline"]) if flags["deadline"] else None,
         buy=flags["buy"],

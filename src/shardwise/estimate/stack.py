@@ -5,6 +5,7 @@ from typing import Literal
 
 Sharding = Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
 Place = Literal["none", "cpu", "nvme"]
+Checkpointing = Literal["none", "selective", "full"] | int  # a number: so many layers, the first ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class Stack:
     master_weights: bool = True  # fp32 copies of trained bf16 weights
     optimizer: str = "adamw"
     clip_gradients: bool = True
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    activation_checkpointing: Checkpointing = "none"
     loss: Literal["chunked", "full"] = "chunked"
     attention: str = "sdpa"
     compile: bool = False
@@ -50,6 +51,14 @@ class Stack:
     param_persistence_threshold: int = 100_000
     max_live_parameters: int = 1_000_000_000
     device: Literal["cuda", "cpu", "mps"] = "cuda"
+
+    @property
+    def recomputed(self) -> str:
+        """What is computed again in the backward pass, in words: none, selective, full or '3 layers'."""
+        kind = self.activation_checkpointing
+        if isinstance(kind, str):
+            return kind
+        return f"{kind} layer{'s' if kind > 1 else ''}"
 
     @property
     def dp_shard(self) -> int:

@@ -1,6 +1,8 @@
 """The fastest stack of one engine that fits, found without looking at every candidate.
 
-Of the candidates of an engine (checkpointing x micro-batch) most are decided by bounds:
+Recomputing fewer layers comes before more: none, then as many layers as the memory asks for, then every layer with
+its attention kept (selective), then every layer whole. Of the candidates of an engine (checkpointing x micro-batch)
+most are decided by bounds:
 
 - more sequences at once never make a token slower, and recomputation never makes it faster;
 - more sequences never need less memory while gradients are accumulated;
@@ -12,20 +14,21 @@ test compares the two.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import inf, lcm
 from typing import Any
 
 from shardwise.estimate.memory.fixed import fixed_bytes
-from shardwise.estimate.memory.formula import estimate_memory
+from shardwise.estimate.memory.formula import NARROW, estimate_memory
 from shardwise.estimate.memory.states import held
 from shardwise.estimate.memory.terms import MemoryEstimate
 from shardwise.estimate.memory.trainer import OURS
 from shardwise.estimate.speed import step_seconds
-from shardwise.estimate.stack import Stack
+from shardwise.estimate.stack import Checkpointing, Stack
 from shardwise.facts.gpus import Offer
 from shardwise.facts.model import ModelShape
 from shardwise.plan.model import disk_holds, host_holds, verdict
+from shardwise.plan.recomputation import first_below, least_layers, none_too_many
 
 _FIELDS = [f.name for f in fields(Stack)]
 _MICRO, _ACCUMULATION, _KIND = (
@@ -37,6 +40,7 @@ EQUAL = 0.98  # a stack replaces a simpler one only when it takes less than this
 
 class Grid:
     """The candidates of one engine: `kinds` of checkpointing x `micros`, each stack and its memory made when asked.
+    Where all kinds are, so is the least number of layers that fits.
 
     Nothing here depends on the GPU beyond what the base stack says of it, so one grid serves every card.
     `alone`: the grid of one device without an engine (None: this is it).
@@ -52,22 +56,27 @@ class Grid:
         shape: ModelShape,
         base: Stack,
         per_rank: int,
-        kinds: Sequence[str],
+        kinds: Sequence[Checkpointing],
         micros: Sequence[int],
         alone: "Grid | None" = None,
     ) -> None:
         self.shape, self.base, self.per_rank, self.alone = shape, base, per_rank, alone
         self.kinds, self.micros = tuple(kinds), tuple(m for m in micros if per_rank % m == 0)
         self._values: list[Any] = [getattr(base, name) for name in _FIELDS]
-        self._stacks: dict[tuple[str, int], Stack] = {}
-        self._memory: dict[tuple[str, int], MemoryEstimate] = {}
+        self._stacks: dict[tuple[Checkpointing, int], Stack] = {}
+        self._memory: dict[tuple[Checkpointing, int], MemoryEstimate] = {}
         self._static: dict[bool, int] = {}
-        self._least: dict[tuple[str, int], int] = {}
+        self._least: dict[tuple[Checkpointing, int], int] = {}
 
     def __len__(self) -> int:
-        return len(self.kinds) * len(self.micros)
+        return (len(self.kinds) + self.partial) * len(self.micros)
 
-    def stack(self, kind: str, micro: int) -> Stack:
+    @property
+    def partial(self) -> bool:
+        """Whether a number of layers may be recomputed: nothing else was asked for."""
+        return len(self.kinds) > 1 and self.shape.num_hidden_layers > 1
+
+    def stack(self, kind: Checkpointing, micro: int) -> Stack:
         found = self._stacks.get((kind, micro))
         if found is None:
             values = self._values.copy()  # dataclasses.replace takes four times as long
@@ -75,13 +84,13 @@ class Grid:
             found = self._stacks[kind, micro] = Stack(*values)
         return found
 
-    def memory(self, kind: str, micro: int) -> MemoryEstimate:
+    def memory(self, kind: Checkpointing, micro: int) -> MemoryEstimate:
         found = self._memory.get((kind, micro))
         if found is None:
             found = self._memory[kind, micro] = estimate_memory(self.shape, self.stack(kind, micro))
         return found
 
-    def at_least(self, kind: str, micro: int) -> int:
+    def at_least(self, kind: Checkpointing, micro: int) -> int:
         """A lower bound of what one device needs: its states, and what the forward pass holds on one device.
 
         The latter is the larger of lines in the number of sequences, so the line through the two smallest
@@ -92,7 +101,7 @@ class Grid:
             found = self._least[kind, micro] = self._at_least(kind, micro)
         return found
 
-    def _at_least(self, kind: str, micro: int) -> int:
+    def _at_least(self, kind: Checkpointing, micro: int) -> int:
         if self.alone is None:
             return needed(self.memory(kind, micro))
         alone, (first, *others) = self.alone, self.alone.micros
@@ -102,11 +111,34 @@ class Grid:
             forward += int(slope * (micro - first))
         return self.static_bytes(kind, micro) + forward + fixed_bytes(self.base)
 
-    def forward_bytes(self, kind: str, micro: int) -> int:
+    def high_bytes(self, micro: int, layers: int) -> int:
+        """What one device may need at most with so many layers recomputed: `verdict` says fits when it is there."""
+        memory = self.memory(layers or "none", micro)
+        return memory.high_bytes + memory.fixed_bytes
+
+    def layers_at_least(self, micro: int, capacity: int, exact: bool = False) -> int | None:
+        """A lower bound of how many layers must be recomputed; None: no number of them is enough.
+
+        By what one device without an engine needs; exact: by the first piece of the need itself, which is known once
+        for all cards.
+        """
+        most = self.shape.num_hidden_layers - 1
+        if exact:
+            limit, first, second = capacity, self.high_bytes(micro, 1), self.high_bytes(micro, min(2, most))
+        else:
+            fixed = fixed_bytes(self.base)
+            limit = fixed + int((capacity - fixed) / (1 + NARROW))  # the narrowest range around an estimate
+            first, second = self.at_least(1, micro), self.at_least(min(2, most), micro)
+        if first <= limit:
+            return 1
+        count = 1 + first_below(first, first - second, limit) if first > second else most + 1
+        return count if count <= most else None
+
+    def forward_bytes(self, kind: Checkpointing, micro: int) -> int:
         """What lives at the peak of the forward pass beyond the states."""
         return self.memory(kind, micro).phases["forward"] - self.static_bytes(kind, micro)
 
-    def static_bytes(self, kind: str, micro: int) -> int:
+    def static_bytes(self, kind: Checkpointing, micro: int) -> int:
         """What a device holds between steps; it depends on whether gradients are accumulated, on nothing else."""
         accumulates = micro < self.per_rank
         found = self._static.get(accumulates)
@@ -123,7 +155,7 @@ def needed(memory: MemoryEstimate) -> int:
 
 @lru_cache(maxsize=8192)
 def grid_of(
-    shape: ModelShape, base: Stack, per_rank: int, kinds: tuple[str, ...], micros: tuple[int, ...]
+    shape: ModelShape, base: Stack, per_rank: int, kinds: tuple[Checkpointing, ...], micros: tuple[int, ...]
 ) -> Grid:
     """The grid of an engine, remembered."""
     alone = None
@@ -152,14 +184,20 @@ def fastest(grid: Grid, offer: Offer, limit: float = inf) -> Found | None:
     None: whatever fits takes at least `limit` seconds per step.
     """
     capacity = offer.gpu.usable_bytes
-    best: tuple[str, int] | None = None
+    best: tuple[Checkpointing, int] | None = None
     best_seconds, sure = limit / EQUAL, False
-    left_out = False
+    left_out = tried_layers = False
     least = _seconds(grid, offer, grid.kinds[0], grid.micros[-1])
     for kind in grid.kinds:
         if least >= EQUAL * best_seconds:
             left_out = True
             break
+        if kind != "none" and grid.partial and not tried_layers:
+            tried_layers = True
+            some = _some_layers(grid, offer, best_seconds)
+            sure, left_out = sure or some.fits, left_out or some.left_out
+            if some.best is not None:
+                best, best_seconds = some.best, some.seconds
         micros = [m for m in grid.micros if grid.at_least(kind, m) <= capacity]
         if not micros:
             continue
@@ -185,7 +223,44 @@ def fastest(grid: Grid, offer: Offer, limit: float = inf) -> Found | None:
     return Found(grid.stack(*smallest), grid.memory(*smallest), False)
 
 
-def _largest_that_fits(grid: Grid, offer: Offer, kind: str, micros: list[int]) -> int | None:
+@dataclass(frozen=True, slots=True)
+class _Some:
+    """The fastest with a number of layers recomputed, if faster by what counts; whether any fits, or was left out."""
+
+    best: tuple[int, int] | None
+    seconds: float
+    fits: bool
+    left_out: bool
+
+
+def _some_layers(grid: Grid, offer: Offer, best_seconds: float) -> _Some:
+    """Per micro-batch as few layers as fit: smaller micro-batches first, which need fewer."""
+    layers, capacity = grid.shape.num_hidden_layers, offer.gpu.usable_bytes
+    best, fits, left_out = None, False, False
+    for micro in grid.micros:
+        start = grid.layers_at_least(micro, capacity)
+        slow = start is not None and _seconds(grid, offer, start, micro) >= EQUAL * best_seconds
+        if start is not None and not slow:
+            if grid.at_least("none", micro) <= capacity and _fits(grid, offer, "none", micro):
+                continue
+            start = grid.layers_at_least(micro, capacity, exact=True)
+            slow = start is not None and _seconds(grid, offer, start, micro) >= EQUAL * best_seconds
+        left_out = left_out or slow
+        if start is None or slow:
+            continue
+        count = least_layers(layers, partial(grid.high_bytes, micro), capacity, start)
+        if count is None or not _fits(grid, offer, count, micro):
+            continue
+        fits, seconds = True, _seconds(grid, offer, count, micro)
+        if seconds < EQUAL * best_seconds:
+            best, best_seconds = (count, micro), seconds
+    if best is not None:
+        count = none_too_many(best[0], partial(grid.high_bytes, best[1]), capacity)
+        best = count, best[1]
+    return _Some(best, best_seconds, fits, left_out)
+
+
+def _largest_that_fits(grid: Grid, offer: Offer, kind: Checkpointing, micros: list[int]) -> int | None:
     """The largest of some micro-batches that surely fits; None: not even the smallest does.
 
     Needs grow with the micro-batch, except that the one which leaves nothing to accumulate keeps no gradients
@@ -207,7 +282,7 @@ def _largest_that_fits(grid: Grid, offer: Offer, kind: str, micros: list[int]) -
     return rest[low]
 
 
-def _as_fast(grid: Grid, offer: Offer, kind: str, micro: int, seconds: float) -> int:
+def _as_fast(grid: Grid, offer: Offer, kind: Checkpointing, micro: int, seconds: float) -> int:
     """The smallest micro-batch that is as fast as `micro`, within what counts as equal."""
     chosen = micro
     for smaller in reversed([m for m in grid.micros if m < micro]):
@@ -217,12 +292,12 @@ def _as_fast(grid: Grid, offer: Offer, kind: str, micro: int, seconds: float) ->
     return chosen
 
 
-def _seconds(grid: Grid, offer: Offer, kind: str, micro: int) -> float:
+def _seconds(grid: Grid, offer: Offer, kind: Checkpointing, micro: int) -> float:
     """Of a step. Every stack of a grid has as many tokens per step, so steps compare like tokens."""
     return step_seconds(grid.shape, offer.gpu, grid.stack(kind, micro))
 
 
-def _fits(grid: Grid, offer: Offer, kind: str, micro: int) -> bool:
+def _fits(grid: Grid, offer: Offer, kind: Checkpointing, micro: int) -> bool:
     memory = grid.memory(kind, micro)
     if verdict(memory, offer.gpu.usable_bytes) != "fits":
         return False

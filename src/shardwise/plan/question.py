@@ -3,12 +3,14 @@
 from dataclasses import dataclass, field
 from math import log
 
+from shardwise.errors import RuleError, unknown_name
 from shardwise.estimate.cost import Cost
-from shardwise.estimate.stack import Stack
+from shardwise.estimate.stack import Checkpointing, Stack
 from shardwise.facts.gpus import Offer, Prices
 from shardwise.facts.model import ModelShape
 from shardwise.plan.model import DataFacts, Plan
 
+CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")
 METHODS = ("full", "lora", "qlora")  # most to least of what a model can be taught
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
@@ -37,7 +39,7 @@ class Question:
     master_weights: bool = True
     most_gpus: int = 64
     micro_batch_size: int | None = None  # only this one
-    activation_checkpointing: str | None = None  # only this kind
+    activation_checkpointing: Checkpointing | None = None  # only this kind, or this number of layers
     best_only: bool = False
 
 
@@ -96,6 +98,28 @@ class Answer:
     least: tuple[Least, ...]
     tried: int
     notes: tuple[str, ...] = ()
+
+
+def checkpointing_of(text: str, shape: ModelShape) -> Checkpointing | None:
+    """A kind by its name, a number of layers, or nothing. Raises UnknownNameError; RuleError for too many layers."""
+    if not text:
+        return None
+    if not (text.isascii() and text.isdecimal() and int(text)):
+        return _kind(text)
+    if int(text) > shape.num_hidden_layers:
+        raise RuleError(
+            f"activation checkpointing of {text} layers on a model of {shape.num_hidden_layers}",
+            "there are not so many to recompute",
+            f"give a number up to {shape.num_hidden_layers}, or full",
+        )
+    return int(text)
+
+
+def _kind(name: str) -> Checkpointing:
+    for kind in CHECKPOINTING:
+        if kind == name:
+            return kind
+    raise unknown_name("checkpointing", name, [*map(str, CHECKPOINTING), "a number of layers"])
 
 
 def engine_name(stack: Stack) -> str:

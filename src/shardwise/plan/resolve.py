@@ -223,12 +223,9 @@ def _told(recipe: Recipe, chosen: Chosen, made: _Choices) -> Stack:
         made.made.append(Choice("engine.fsdp2.cpu_offload", "true", f"part of {engine_name(stack)}"))
     asked, why = recipe.training, chosen.size_why
     made.auto("training.micro_batch_size", asked.micro_batch_size, stack.micro_batch_size, why)
-    made.auto(
-        "training.activation_checkpointing",
-        asked.activation_checkpointing,
-        stack.activation_checkpointing,
-        why,
-    )
+    kind = stack.activation_checkpointing
+    why = "the fewest layers with which it fits" if isinstance(kind, int) else why
+    made.auto("training.activation_checkpointing", asked.activation_checkpointing, kind, why)
     return stack
 
 

@@ -16,6 +16,7 @@ from shardwise.plan.fastest import Grid, fastest, grid_of
 from shardwise.plan.fewest import least_gpus, least_possible_bytes, rejections
 from shardwise.plan.model import Plan, disk_holds, fill_of, planned_steps, verdict
 from shardwise.plan.question import (
+    CHECKPOINTING,
     COUNTS,
     METHODS,
     Answer,
@@ -34,7 +35,6 @@ from shardwise.units import format_bytes
 __all__ = ["METHODS", "Answer", "Option", "Question", "Rejected", "answer", "engine_name", "pareto"]
 
 MICROS = (1, 2, 4, 8, 16, 32)
-CHECKPOINTING = ("none", "selective", "full")
 START_SECONDS = 60.0  # processes, libraries, kernels
 
 

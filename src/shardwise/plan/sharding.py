@@ -16,6 +16,7 @@ from shardwise.facts.gpus import Offer
 from shardwise.facts.model import ModelShape
 from shardwise.plan.model import host_problem, verdict
 from shardwise.plan.question import bucket, engine_name, simplicity
+from shardwise.plan.recomputation import least_layers, none_too_many
 from shardwise.recipe.schema import Recipe
 from shardwise.rules import Problem, Situation, problems
 from shardwise.units import format_bytes
@@ -154,7 +155,10 @@ def shardings(recipe: Recipe, draft: Stack) -> Iterator[Stack]:
 
 
 def candidates(recipe: Recipe, base: Stack, batch: int) -> Iterator[Stack]:
-    """Every micro-batch and kind of checkpointing of one sharding that leaves the person's keys as they are."""
+    """Every micro-batch and kind of checkpointing of one sharding that leaves the person's keys as they are.
+
+    A number of layers is among them only where it was asked for.
+    """
     asked, kind = recipe.training.micro_batch_size, recipe.training.activation_checkpointing
     per_rank = batch // base.world_size
     micros = [asked] if asked != "auto" else [m for m in range(1, 65) if per_rank % m == 0]
@@ -256,22 +260,44 @@ def _obstacle(recipe: Recipe, shape: ModelShape, base: Stack, where: Situation |
 
 
 def _try(recipe: Recipe, shape: ModelShape, offer: Offer, base: Stack, batch: int) -> _Tried:
-    capacity = offer.gpu.usable_bytes
     found: _Tried | None = None
     for stack in candidates(recipe, base, batch):
-        memory = estimate_memory(shape, stack)
-        needed = memory.allocated_bytes + memory.fixed_bytes
-        host = not host_problem(shape, stack, offer, memory)
-        if found is None or needed < found.least_bytes:
-            kept = (found.best_seconds, found.best) if found is not None else (float("inf"), None)
-            found = _Tried(needed, stack, host, *kept)
-        if not host or verdict(memory, capacity) != "fits":
+        found = _compared(found, shape, offer, stack)
+        if stack.activation_checkpointing != "none" or recipe.training.activation_checkpointing != "auto":
             continue
+        if (some := _some_layers(shape, offer, stack)) is not None:
+            found = _compared(found, shape, offer, some)
+    assert found is not None
+    return found
+
+
+def _compared(found: _Tried | None, shape: ModelShape, offer: Offer, stack: Stack) -> _Tried:
+    """What was found so far, and `stack` in its place where it needs less or is faster by what counts."""
+    memory = estimate_memory(shape, stack)
+    needed = memory.allocated_bytes + memory.fixed_bytes
+    host = not host_problem(shape, stack, offer, memory)
+    if found is None or needed < found.least_bytes:
+        kept = (found.best_seconds, found.best) if found is not None else (float("inf"), None)
+        found = _Tried(needed, stack, host, *kept)
+    if host and verdict(memory, offer.gpu.usable_bytes) == "fits":
         seconds = estimate_speed(shape, offer.gpu, stack).step_seconds
         if seconds < 0.97 * found.best_seconds:
             found.best_seconds, found.best = seconds, stack
-    assert found is not None
     return found
+
+
+def _some_layers(shape: ModelShape, offer: Offer, stack: Stack) -> Stack | None:
+    """`stack`, which recomputes nothing, with as few layers recomputed as fit; None: it fits, or none helps."""
+
+    def needs(count: int) -> int:
+        memory = estimate_memory(shape, replace(stack, activation_checkpointing=count or "none"))
+        return memory.high_bytes + memory.fixed_bytes
+
+    limit = offer.gpu.usable_bytes
+    count = None if needs(0) <= limit else least_layers(shape.num_hidden_layers, needs, limit)
+    if count is None:
+        return None
+    return replace(stack, activation_checkpointing=none_too_many(count, needs, limit))
 
 
 def _of(offer: Offer) -> str:

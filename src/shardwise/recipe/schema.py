@@ -137,8 +137,10 @@ class Training(Section):
     global_batch_size: PositiveInt | Auto = _help("sequences per optimizer step, all GPUs", AUTO)
     micro_batch_size: PositiveInt | Auto = _help("sequences one GPU puts through one forward", AUTO)
     precision: Literal["auto", "bf16", "fp32"] = _help("auto: bf16 where the device has it and it pays", AUTO)
-    activation_checkpointing: Literal["auto", "none", "selective", "full"] = _help(
-        "recompute activations in the backward pass to save memory", AUTO
+    activation_checkpointing: Literal["auto", "none", "selective", "full"] | PositiveInt = _help(
+        "recompute activations in the backward pass to save memory: of every layer (full; selective keeps the output "
+        "of attention), or of so many layers; auto: of as few as fit",
+        AUTO,
     )
     loss: Literal["auto", "chunked", "full"] = _help("chunked: logits of a few tokens at a time", AUTO)
     compile: bool = _help("torch.compile, one region per layer", False)

@@ -52,7 +52,7 @@ def _head(plan: Plan) -> Text:
     text.append(
         f"\n      {stack.global_batch_size} sequences of up to {stack.sequence_length:,} tokens per step"
         f" ({stack.gradient_accumulation_steps} x {stack.micro_batch_size} on {stack.world_size}),"
-        f" recompute {stack.activation_checkpointing}\n"
+        f" recompute {stack.recomputed}\n"
     )
     return text
 

@@ -56,7 +56,7 @@ def _row(option: Option) -> tuple[str, ...]:
         engine_name(s),
         plan.offer.name,
         str(s.micro_batch_size),
-        s.activation_checkpointing,
+        s.recomputed,
         format_bytes(m.allocated_bytes),
         format_bytes(m.device_bytes),
         f"{plan.head_room:.0%}",

@@ -73,10 +73,15 @@ def recommendation(answer: Answer) -> str:
     plan = best.plan
     s = plan.stack
     batch = f"{s.micro_batch_size} sequence{'s' if s.micro_batch_size > 1 else ''} per {_device(plan)}"
-    check = {"none": "no", "selective": "selective", "full": "full"}[s.activation_checkpointing]
+    kind = s.activation_checkpointing
+    recomputes = (
+        f"activation checkpointing of {kind} of {plan.shape.num_hidden_layers} layers"
+        if isinstance(kind, int)
+        else f"{'no' if kind == 'none' else kind} activation checkpointing"
+    )
     first = (
-        f"Train {_method_words(s.method)}{_engine_words(s)} on {plan.offer.name}, {batch} and {check} "
-        f"activation checkpointing: {format_bytes(plan.needed_bytes)} of {format_bytes(plan.capacity_bytes)} "
+        f"Train {_method_words(s.method)}{_engine_words(s)} on {plan.offer.name}, {batch} and {recomputes}: "
+        f"{format_bytes(plan.needed_bytes)} of {format_bytes(plan.capacity_bytes)} "
         f"per {_device(plan)}{_tight(plan)}."
     )
     if best.seconds is None or best.low_seconds is None or best.high_seconds is None:

@@ -75,9 +75,26 @@ def fused_experts_stay_in_16_bits(
         )
 
 
+def no_more_recomputed_than_layers(
+    recipe: Recipe, shape: ModelShape | None, _: Situation
+) -> Iterator[Problem]:
+    """A number of layers to recompute is at most what the model has."""
+    count = recipe.training.activation_checkpointing
+    if shape is not None and isinstance(count, int) and count > shape.num_hidden_layers:
+        yield Problem(
+            "no_more_recomputed_than_layers",
+            "training.activation_checkpointing",
+            f"training.activation_checkpointing: {count} on a model of {shape.num_hidden_layers} layers",
+            "there are not so many to recompute",
+            f"use training.activation_checkpointing: {shape.num_hidden_layers} or less, or full",
+            "https://arxiv.org/abs/1604.06174",
+        )
+
+
 RULES = (
     foreign_code_needs_consent,
     attention_sinks_need_their_kernel,
     sequences_within_positions,
     fused_experts_stay_in_16_bits,
+    no_more_recomputed_than_layers,
 )

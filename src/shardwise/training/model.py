@@ -15,6 +15,7 @@ from shardwise.recipe.schema import Recipe
 from shardwise.training import attention as _documents
 from shardwise.training.batches import MicroBatch
 from shardwise.training.kernels.install import Installed, install
+from shardwise.training.layers import decoder_layers
 from shardwise.training.loss import chunked_cross_entropy, full_cross_entropy
 
 # Keys by which families scale their logits, and whether the logits are multiplied or divided by the value.
@@ -154,7 +155,31 @@ def prepare_for_training(model: nn.Module, recipe: Recipe) -> LossModel:
     loss = "chunked" if recipe.training.loss == "auto" else recipe.training.loss
     wrapped = LossModel(model, loss)
     wrapped.kernels = installed
+    if isinstance(kind, int):
+        _checkpoint_only(decoder_layers(wrapped), kind)
     return wrapped
+
+
+def _checkpoint_only(layers: list[nn.Module], count: int) -> None:
+    """Leave checkpointing on in the first `count` layers.
+
+    The first, because the backward pass comes to them when what the others kept is gone: the one layer's activations
+    that a recomputation brings back then never lie on top of the peak. Raises RuleError where a model has fewer.
+    """
+    if count > len(layers):
+        raise RuleError(
+            f"training.activation_checkpointing: {count} on a model of {len(layers)} layers",
+            "there are not so many to recompute",
+            f"use a number up to {len(layers)}, or full",
+        )
+    if not all(hasattr(layer, "gradient_checkpointing") for layer in layers):
+        raise RuleError(
+            f"training.activation_checkpointing: {count} on this model",
+            "its layers do not let checkpointing be chosen one by one",
+            "use none or full",
+        )
+    for layer in layers[count:]:
+        layer.gradient_checkpointing = False
 
 
 # Kept in the forward pass under selective checkpointing: attention, which is the dearest to recompute per byte.

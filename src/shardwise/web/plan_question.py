@@ -14,8 +14,8 @@ from shardwise.facts.hub import read_hub_model
 from shardwise.facts.model import ModelShape, read_model
 from shardwise.launch.counting import count_rows
 from shardwise.plan.model import DataFacts
-from shardwise.plan.question import COUNTS, METHODS, Answer, Question
-from shardwise.plan.search import CHECKPOINTING, answer
+from shardwise.plan.question import COUNTS, METHODS, Answer, Question, checkpointing_of
+from shardwise.plan.search import answer
 from shardwise.units import parse_count, parse_seconds, parse_usd
 
 ANY = "any"
@@ -129,9 +129,7 @@ def question(controls: Controls, on_disk: bool, offers: tuple[Offer, ...]) -> Qu
         deadline_seconds=parse_seconds(c.deadline) if c.deadline else None,
         lora_rank=_whole("rank", c.rank),
         micro_batch_size=_whole("micro_batch_size", c.micro_batch_size) if c.micro_batch_size else None,
-        activation_checkpointing=_one_of("checkpointing", c.activation_checkpointing, CHECKPOINTING)
-        if c.activation_checkpointing
-        else None,
+        activation_checkpointing=checkpointing_of(c.activation_checkpointing, shape),
     )
 
 

@@ -92,7 +92,7 @@ def _row(answer: Answer, x: Option | Rejected, whole: float) -> StackRow:
         engine=engine_name(stack),
         offer=offer,
         micro_batch_size=stack.micro_batch_size,
-        activation_checkpointing=stack.activation_checkpointing,
+        activation_checkpointing=stack.recomputed,
         verdict=verdict,
         needed_bytes=memory.allocated_bytes + memory.fixed_bytes,
         capacity_bytes=capacity,

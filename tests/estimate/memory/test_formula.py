@@ -90,12 +90,12 @@ def test_moments_between_played_layers_lie_below_the_played_ones():
     from shardwise.estimate.memory.formula import _question
     from shardwise.estimate.memory.play import play
 
-    llama = with_layers(shape("Llama-3.2-1B"), 7)
     for method in ("full", "lora"):
-        for checkpointing in ("none", "full"):
-            for sharding in ("single", "fsdp2"):
+        for checkpointing, layers in (("none", 7), ("full", 7), (3, 9), (6, 9), (7, 15)):
+            llama = with_layers(shape("Llama-3.2-1B"), layers)
+            for sharding in ("single", "fsdp2", "zero1", "zero2"):
                 stack = Stack(
-                    method=method, sharding=sharding, world_size=8 if sharding == "fsdp2" else 1, gpus_per_node=8,
+                    method=method, sharding=sharding, world_size=1 if sharding == "single" else 8, gpus_per_node=8,
                     activation_checkpointing=checkpointing, sequence_length=512,
                 )  # fmt: skip
                 question = _question(llama, stack, OURS)

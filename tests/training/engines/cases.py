@@ -86,7 +86,7 @@ _EVERY = {
         _ddp("ddp-lora", method="lora"),
         _ddp("ddp-lora-dora", method="lora", lora={"dora": True}),
         _ddp("ddp-qlora", method="qlora"),
-        _ddp("ddp-full-checkpointing", training={"activation_checkpointing": "full", "loss": "full"}),
+        _ddp("ddp-full-checkpointing", training={"activation_checkpointing": 1, "loss": "full"}),
         _ddp("ddp-lora-smollm2", method="lora", real=True),
         _ddp("ddp-full-smollm2", real=True, long=True, optimizer=REAL_SGD),
         _ddp("ddp-qlora-smollm2", method="qlora", real=True, long=True),
@@ -109,7 +109,9 @@ _EVERY = {
         _fsdp2("fsdp2-lora-smollm2", method="lora", real=True),
         _fsdp2("fsdp2-full-smollm2", real=True, optimizer=REAL_SGD),
         _fsdp2("fsdp2-qlora-smollm2", method="qlora", real=True, long=True),
-        _fsdp2("fsdp2-lora-dora", method="lora", lora={"dora": True}),
+        _fsdp2(
+            "fsdp2-lora-dora", method="lora", lora={"dora": True}, training={"activation_checkpointing": 1}
+        ),
         _fsdp2("fsdp2-full-compile", training={"compile": True}),
         _fsdp2("fsdp2-full-sgd", optimizer=SGD),
         _fsdp2("fsdp2-full-adafactor", optimizer={"name": "adafactor"}),
@@ -133,8 +135,14 @@ _EVERY = {
         _zero("zero3-lora-smollm2", {"zero_stage": 3}, method="lora", real=True),
         _zero("zero3-full-smollm2", {"zero_stage": 3}, real=True, long=True, optimizer=REAL_SGD),
         _zero("zero2-qlora-smollm2", {"zero_stage": 2}, method="qlora", real=True, long=True),
-        _zero("zero3-lora-dora", SPLIT, method="lora", lora={"dora": True}),
-        _zero("zero2-full-sgd", {"zero_stage": 2}, optimizer=SGD),
+        _zero(
+            "zero3-lora-dora",
+            SPLIT,
+            method="lora",
+            lora={"dora": True},
+            training={"activation_checkpointing": 1},
+        ),
+        _zero("zero2-full-sgd", {"zero_stage": 2}, optimizer=SGD, training={"activation_checkpointing": 1}),
         _zero("zero3-full-sgd-offload", {**SPLIT, **OFFLOAD, "offload_parameters": "cpu"}, optimizer=SGD),
     ),
 }

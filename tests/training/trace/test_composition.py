@@ -27,7 +27,7 @@ def _load() -> Any:
 composition = _load()
 Case = composition.Case
 QUICK = (
-    Case("meta-llama/Llama-3.2-1B", 8, sequence=1024, checkpointing="full", accumulation=2),
+    Case("meta-llama/Llama-3.2-1B", 8, sequence=1024, checkpointing="5", accumulation=2),
     Case("Qwen/Qwen3-1.7B", 9, "lora", rows=3, sequence=512),
     Case("mistralai/Mistral-7B-v0.3", 8, "qlora", sequence=1536, settings="lora.rank=48"),
     Case("google/gemma-2-2b", 8, checkpointing="full", sequence=768),

@@ -37,7 +37,7 @@ class Combination:
     family: str = "llama"
     method: str = "full"
     precision: str = "bf16"
-    checkpointing: str = "none"
+    checkpointing: str | int = "none"
     accumulation: int = 1
     loss: str = "chunked"
     targets: str = "all-linear"
@@ -143,6 +143,7 @@ REAL = [
     Combination(tied=True),
     Combination(method="lora", targets="attention"),
     Combination(family=SMOLLM, checkpointing="full"),
+    Combination(method="lora", checkpointing=2, layers=5),
 ]  # fmt: skip
 
 
@@ -162,6 +163,9 @@ HELD = [
     ),
     Combination(method="qlora", hidden=512, layers=5),
     Combination(hidden=256, layers=5, accumulation=2, checkpointing="full"),
+    *(Combination(method="lora", hidden=256, layers=8, checkpointing=k) for k in (1, 5, 7)),
+    Combination(hidden=256, layers=7, checkpointing=5, engine="fsdp2", world_size=4),
+    Combination(hidden=256, layers=12, checkpointing=6),
 ]  # fmt: skip
 
 

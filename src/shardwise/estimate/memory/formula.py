@@ -39,6 +39,11 @@ PROVEN = frozenset(
     )
 )
 NARROW, WIDE = 0.03, 0.15
+_KEPT = {
+    "none": "every layer's saved tensors",
+    "full": "every layer's input and one layer's saved tensors",
+    "selective": "every layer's input and attention output, and one layer's saved tensors",
+}
 # Shares of the peak from which a note suggests something smaller, and the usual bound of routers' load balancing
 # (capacity factor 1.25 of Switch Transformers, arXiv 2101.03961, section 2.2).
 LOGITS_SHARE, BUFFERS_SHARE, IMBALANCE = 0.2, 0.2, 1.25
@@ -221,11 +226,12 @@ def _terms(
 ) -> tuple[MemoryTerm, ...]:
     tokens = stack.tokens_per_micro_batch
     words = dict(states.words)
-    checkpoint = {
-        "none": "every layer's saved tensors",
-        "full": "every layer's input and one layer's saved tensors",
-        "selective": "every layer's input and attention output, and one layer's saved tensors",
-    }[stack.activation_checkpointing]
+    kind = stack.activation_checkpointing
+    checkpoint = (
+        f"the inputs of {kind} layers and the saved tensors of {shape.num_hidden_layers - kind}"
+        if isinstance(kind, int)
+        else _KEPT[kind]
+    )
     words["activations"] = (
         f"{checkpoint}: {shape.num_hidden_layers} layers x {tokens:,} tokens x hidden {shape.hidden_size}"
     )

@@ -1,7 +1,8 @@
 """One training step on paper: forward, loss, backward, update, with what an engine adds around each layer.
 
-Only four layers are played (two at each end); the ones between are like the second, so what they keep is added at
-once, and the moments in between lie on a straight line between those that are played.
+Of layers that are alike only four are played (two at each end); the ones between are like the second, so what they
+keep is added at once, and the moments in between lie on a straight line between those that are played. Layers are
+alike when they are all recomputed or none is: where a recipe asks for a number of layers, there are two such groups.
 """
 
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from shardwise.estimate.memory.layer import Block, Widths
 from shardwise.estimate.memory.paper import Paper, Sheet
 from shardwise.estimate.memory.reduction import Reducer
 from shardwise.estimate.memory.trainer import Trainer
+from shardwise.estimate.stack import Checkpointing
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class Question:
     sequence: int
     widths: Widths
     trainer: Trainer
-    checkpointing: str
+    checkpointing: Checkpointing
     attention: str
     on_cpu: bool
     hook_takes_gradients: bool
@@ -40,12 +42,18 @@ class Question:
 
 @dataclass
 class _Segment:
-    """A layer that was played: where its nodes begin, its input and output."""
+    """A layer that was played: where its nodes begin, its input and output.
+
+    skipped: how many like it come after it and are not played; between: what one of these keeps, by term.
+    """
 
     name: str
+    recomputed: bool
+    skipped: int
     start: int
     entry: Paper
     exit: Paper
+    between: dict[str, int]
 
 
 def play(q: Question, sheet: Sheet | None = None) -> Sheet:
@@ -71,10 +79,10 @@ def play(q: Question, sheet: Sheet | None = None) -> Sheet:
     reducer = None if around.buckets is None else Reducer(around.buckets)
     sheet.take = None if reducer is None else reducer.take
     embedded.refs += 1  # a variable of the model's forward, until the last norm
-    segments, between = _layers_forward(sheet, forward, q, embedded)
+    segments = _layers_forward(sheet, forward, q, embedded)
     logits = _loss(sheet, forward, q, segments[-1].exit, embedded)
     sheet.add(around.bucket, "engine")
-    _layers_backward(sheet, forward, q, segments, between, reducer)
+    _layers_backward(sheet, forward, q, segments, reducer)
     sheet.drop(rotary)
     if reducer is not None:
         if trained:
@@ -117,10 +125,23 @@ def _reduce_root(sheet: Sheet, q: Question) -> None:
     sheet.add(around.root, "engine")
 
 
-def _played(q: Question) -> list[str]:
-    """Names of the layers that are played: two at each end, or all where there are no more."""
-    names = [f"{i}." for i in range(q.layers)]
-    return names if q.layers <= 4 or q.every_layer else [names[0], names[1], names[-2], names[-1]]
+def _played(q: Question) -> list[tuple[str, bool, int]]:
+    """Layers that are played: (name, whether it is recomputed, how many after it are not played).
+
+    Of each group of layers that are alike two at each end, or all where there are no more.
+    """
+    recomputed = (
+        q.checkpointing if isinstance(q.checkpointing, int) else q.layers * (q.checkpointing != "none")
+    )
+    found: list[tuple[str, bool, int]] = []
+    for first, end, again in ((0, recomputed, True), (recomputed, q.layers, False)):
+        count = end - first
+        if count <= 4 or q.every_layer:
+            found += [(f"{i}.", again, 0) for i in range(first, end)]
+        else:
+            shown = ((first, 0), (first + 1, count - 4), (end - 2, 0), (end - 1, 0))
+            found += [(f"{i}.", again, skipped) for i, skipped in shown]
+    return found
 
 
 def _outlived(q: Question) -> int:
@@ -139,23 +160,18 @@ def _weight_names(q: Question) -> list[str]:
     """Every parameter gradient that will come up, so that it is added to instead of made."""
     b = q.block
     names = ["embedding", "head", "norm"]
-    for layer in _played(q):
+    for layer, _, _ in _played(q):
         for m in (*b.attention_in, b.attention_out, *b.mlp_in, *((b.mlp_out,) if b.mlp_out else ())):
             names += [layer + m.name, f"{layer}{m.name}.A", f"{layer}{m.name}.B"]
         names += [layer + n for n in ("norm1", "norm2", "norm1b", "norm2b", "q_norm", "k_norm", "experts")]
     return names
 
 
-def _layers_forward(
-    sheet: Sheet, forward: Forward, q: Question, h: Paper
-) -> tuple[list[_Segment], dict[str, int]]:
-    """Play two layers at each end; add what the ones between keep, and return that by term, of one layer."""
-    names = _played(q)
-    skipped = q.layers - len(names)
+def _layers_forward(sheet: Sheet, forward: Forward, q: Question, h: Paper) -> list[_Segment]:
+    """Play the layers that are played; add what the ones between keep."""
     segments: list[_Segment] = []
-    between: dict[str, int] = {}
     around, buffer = q.around, q.around.root if q.around.gathered else 0
-    for name in names:
+    for name, recomputed, skipped in _played(q):
         before = dict(sheet.terms)
         sheet.add(
             around.gathered, "engine"
@@ -163,8 +179,8 @@ def _layers_forward(
         sheet.add(around.gathered, "engine")
         sheet.remove(buffer, "engine")
         buffer = around.gathered
-        segment = _Segment(name, len(sheet.nodes), h, h)
-        if q.checkpointing == "none":
+        segment = _Segment(name, recomputed, skipped, len(sheet.nodes), h, h, {})
+        if not recomputed:
             out = forward.layer(h, name)
             sheet.drop(h)
         else:  # only the layer's input is kept
@@ -180,53 +196,49 @@ def _layers_forward(
         segments.append(segment)
         if not around.kept:
             sheet.remove(around.gathered, "engine")
-        if skipped and name == "1.":
-            between = {t: v - before[t] for t, v in sheet.terms.items() if v != before[t]}
-            for term, size in between.items():
+        if skipped:
+            segment.between = {t: v - before[t] for t, v in sheet.terms.items() if v != before[t]}
+            for term, size in segment.between.items():
                 sheet.add(size * skipped, term)
-    return segments, between  # the last gather's buffer is let go after the loss
+    return segments  # the last gather's buffer is let go after the loss
 
 
 def _layers_backward(
-    sheet: Sheet,
-    forward: Forward,
-    q: Question,
-    segments: list[_Segment],
-    between: dict[str, int],
-    reducer: Reducer | None,
+    sheet: Sheet, forward: Forward, q: Question, segments: list[_Segment], reducer: Reducer | None
 ) -> None:
-    around, skipped = q.around, q.layers - len(segments)
+    """The layers in reverse; those that were not played are taken away before the one they are like."""
+    around = q.around
     reduced = per_layer = 0
     for index, segment in enumerate(reversed(segments)):
-        if reducer is not None and index == 1:
+        skipped = segment.skipped
+        if reducer is not None and not skipped and index:
             reducer.moments.clear()
         before = sheet.terms["gradients"]
-        if index == 2 and skipped:
+        if skipped:
             if reducer is not None:
-                reducer.skip(sheet, skipped, between)
-            for term, size in between.items():
+                reducer.skip(sheet, skipped, segment.between)
+            for term, size in segment.between.items():
                 sheet.remove(size * skipped, term)
             sheet.add(per_layer * skipped, "gradients")
         if not around.kept:  # copied out of the buffer it was gathered into, then the next one is gathered
             sheet.add(around.gathered, "engine")
             sheet.remove(around.gathered, "engine")
             sheet.add(around.gathered if index < len(segments) - 1 else 0, "engine")
-        if q.checkpointing == "none":
-            sheet.backward(segment.exit, segment.start)
-        else:
+        if segment.recomputed:
             _recompute(sheet, forward, q, segment)
+        else:
+            sheet.backward(segment.exit, segment.start)
         sheet.flash(around.reducing, "engine")
         sheet.remove(around.gathered, "engine")
         if around.shard is not None:
-            made = sheet.terms["gradients"] - before - (per_layer * skipped if index == 2 and skipped else 0)
+            made = sheet.terms["gradients"] - before - per_layer * skipped
             sheet.remove(reduced, "engine")  # the layer before has been reduced by now
             sheet.add(around.reduced, "engine")
             reduced = around.reduced
             sheet.remove(made, "gradients")
             sheet.add(around.shard, "gradients")
             sheet.remove(around.shard if q.kept_gradients else 0, "gradients")
-        if index == 1:
-            per_layer = sheet.terms["gradients"] - before
+        per_layer = 0 if reducer is not None else sheet.terms["gradients"] - before - per_layer * skipped
     if around.shard is None:
         sheet.remove(reduced, "engine")
 

@@ -10,7 +10,7 @@ from math import hypot
 
 from shardwise.estimate.speed import constants as c
 from shardwise.estimate.speed.hooks import Engine, engine_of, hook_operations
-from shardwise.estimate.stack import Stack
+from shardwise.estimate.stack import Checkpointing, Stack
 from shardwise.facts.gpus import Gpu
 from shardwise.facts.model import ModelShape
 
@@ -80,7 +80,7 @@ def micro_batch_work(
     tokens: int,
     sequence: float,
     labelled: float,
-    checkpointing: str,
+    checkpointing: Checkpointing,
     precision: str,
     attention: str,
     compiled: bool,
@@ -90,7 +90,8 @@ def micro_batch_work(
     """One rank's work for `tokens` tokens, the share `labelled` of them with a label, in documents of `sequence`."""
     capability, peak, share, bandwidth, op_seconds = gpu_key
     speed, stream = peak * share, bandwidth * c.BANDWIDTH
-    passes = _passes(method, checkpointing, program)
+    again = _again(checkpointing, shape, program)
+    passes = (3 if method == "full" else 2) + again
     size = 4 if precision == "fp32" else 2
 
     dense, expert, head = _matrix_parameters(shape)
@@ -119,26 +120,24 @@ def micro_batch_work(
     attention_flops = _attention_flops(shape, tokens, sequence)
     forward, backward = _attention_seconds(shape, attention_flops, tokens, sequence, capability, speed / share,
                                            stream, attention, size, program.autocast)  # fmt: skip
-    kept = _again(checkpointing, program, keeps_attention=True)
-    attention_total = forward * (1 + kept) + backward
+    attention_total = forward * (1 + (0 if checkpointing == "selective" else again)) + backward
     needed += 3 * attention_flops
 
     compiled = compiled or program.fused == "all"
     elementwise = _elementwise_bytes(shape, size, compiled, program) * tokens / stream
     if adapters:
         elementwise += tokens * _adapter_bytes(shape, targets, compiled, program) / stream
-    elementwise *= (3 + _again(checkpointing, program)) / c.CACHED.get(capability, 1.0)
+    elementwise *= (3 + again) / c.CACHED.get(capability, 1.0)
     if not compiled:
         elementwise *= c.EAGER
     dequantise = 0.0
     if method == "qlora":
-        uses = 2 + _again(checkpointing, program)
+        uses = 2 + again
         quantised = shape.quantised_parameters + (expert if program.experts == "looped" else 0)
         dequantise = uses * quantised / c.DEQUANTISED_PER_SECOND
 
     looped = program.experts == "looped"
-    again = _again(checkpointing, program)
-    operations = _operations(shape, method, targets, checkpointing, compiled, program)
+    operations = _operations(shape, method, targets, again, compiled, looped)
     operations += hook_operations(shape, engine, method, targets, again, looped, program.adapter_units)
     launch = operations * op_seconds
     return Work(
@@ -174,18 +173,14 @@ def work_of(shape: ModelShape, gpu: Gpu, stack: Stack, program: Program = OURS) 
     )  # fmt: skip
 
 
-def _again(checkpointing: str, program: Program, keeps_attention: bool = False) -> float:
-    """Share of a forward that is computed a second time."""
-    if checkpointing == "full":
-        return program.checkpointed
-    if checkpointing == "selective":
-        return 0.0 if keeps_attention else program.checkpointed
-    return 0.0
+def _again(checkpointing: Checkpointing, shape: ModelShape, program: Program) -> float:
+    """Share of a forward that is computed a second time; selective checkpointing spares attention of it.
 
-
-def _passes(method: str, checkpointing: str, program: Program) -> float:
-    """Matrix products per weight: forward, input gradient, weight gradient if trained, and recomputation."""
-    return (3 if method == "full" else 2) + _again(checkpointing, program)
+    Matrix products per weight are forward, input gradient, weight gradient if trained, and this share.
+    """
+    if isinstance(checkpointing, int):
+        return checkpointing / shape.num_hidden_layers
+    return 0.0 if checkpointing == "none" else program.checkpointed
 
 
 @lru_cache(maxsize=256)
@@ -318,10 +313,10 @@ def _operations(
     shape: ModelShape,
     method: str,
     targets: str | tuple[str, ...],
-    checkpointing: str,
+    again: float,
     compiled: bool,
-    program: Program,
+    looped: bool,
 ) -> float:
     """Operations of forward, backward (twice as many) and recomputation."""
-    forward, _ = _operations_of(shape, method, targets, compiled, program.experts == "looped")
-    return forward * (3 + _again(checkpointing, program))
+    forward, _ = _operations_of(shape, method, targets, compiled, looped)
+    return forward * (3 + again)

@@ -162,9 +162,9 @@ def _gathers_backward(shape: ModelShape, stack: Stack) -> float:
     """
     if stack.sharding != "zero3":
         return 1.0 if stack.reshard_after_forward else 0.0
-    if stack.activation_checkpointing != "full":
-        return 1.0
-    return 2.0 - min(1.0, stack.max_live_parameters / (2 * shape.layer_parameters))
+    kind = stack.activation_checkpointing
+    again = kind / shape.num_hidden_layers if isinstance(kind, int) else float(kind == "full")
+    return 1.0 + again * (1.0 - min(1.0, stack.max_live_parameters / (2 * shape.layer_parameters)))
 
 
 def _prefetched(shape: ModelShape, stack: Stack) -> float:
