@@ -84,7 +84,9 @@ def test_m18_rows_are_counted_with_the_model_s_tokenizer_and_steps_are_the_train
     found = json.loads(done.stdout)
     assert any("counted with the model's tokenizer" in note for note in found["notes"])
     job = decide(load_recipe(recipe))
-    assert any(f"{job.plan.stack.labelled_share:.0%} of tokens have a label" in a for a in found["assumptions"])
+    assert any(
+        f"{job.plan.stack.labelled_share:.0%} of tokens have a label" in a for a in found["assumptions"]
+    )
     assert found["recommended"]["steps"] == job.plan.steps
     assert found["question"]["tokens"] == int(job.prepared.train.lengths.sum())
     rows, stack = job.prepared.train, job.plan.stack

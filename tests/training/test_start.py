@@ -1,5 +1,7 @@
 """What a rank does before it meets the others."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,3 +47,23 @@ def test_r01_rows_are_ready_before_a_rank_waits_for_the_others(
         rank.rank_main(run, Ranks(1, 2, 1), Stop(), resume=False)
     run.release()
     assert order == ["rows", "group"]
+
+
+def test_adapters_on_a_plain_base_do_not_bring_in_bitsandbytes(tiny_model: Path) -> None:
+    """It costs more than all the rest of PEFT; PEFT looks for it when the first layer gets its adapter."""
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from shardwise.recipe import parse_recipe\n"
+        "from shardwise.training.adapters.peft_import import import_peft\n"
+        "from shardwise.training.model import ModelFolder\n"
+        "import_peft(quantised=False)\n"
+        "from shardwise.training.adapters.lora import adapt\n"
+        f"recipe = parse_recipe('model: {tiny_model}\\ndata: x\\ntraining: {{precision: fp32}}\\n')\n"
+        "adapt(ModelFolder(Path(recipe.model.source), recipe).load(), recipe.lora, 0)\n"
+        "assert 'bitsandbytes' not in sys.modules, 'imported'\n"
+        "from importlib.util import find_spec\n"
+        "find_spec('bitsandbytes')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
