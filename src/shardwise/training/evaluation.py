@@ -23,6 +23,7 @@ from shardwise.errors import DataError, MissingDependencyError, RunError, Shardw
 from shardwise.recipe import Recipe, parse_recipe
 from shardwise.recipe.schema import Source
 from shardwise.runs import RunFolder
+from shardwise.training import leave
 from shardwise.training.batches import pack
 from shardwise.training.engines.protocol import Ranks
 from shardwise.training.export.main import as_trained
@@ -194,4 +195,4 @@ def _show_tasks(found: dict[str, Any], as_json: bool) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave.run(main)

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import RunError, ShardwiseError
+from shardwise.training import leave
 
 MEET_SECONDS = 60.0  # for all ranks to say hello; SHARDWISE_MEET_SECONDS changes it
 ANSWER_SECONDS = 60.0  # for one transfer: a link slower than 1 MB/s counts as broken
@@ -202,4 +203,4 @@ def _device(local_rank: int) -> torch.device:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave.run(main)

@@ -26,7 +26,7 @@ from shardwise.runs import RunFolder
 from shardwise.runs.changes import Change, accepted_of, check, compare, facts
 from shardwise.runs.checkpoints import Skipped, best, chosen, facts_of, pass_over, sha256
 from shardwise.runs.effective import effective
-from shardwise.training import checks, samples
+from shardwise.training import checks, leave, samples
 from shardwise.training.adapters.peft_import import import_peft
 from shardwise.training.build import build_engine
 from shardwise.training.checkpoint.load import load
@@ -319,4 +319,4 @@ def _first_evaluation(run: RunFolder) -> float | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave.run(main)
