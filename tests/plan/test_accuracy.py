@@ -79,10 +79,10 @@ def test_the_median_error_of_memory_is_within_2_percent() -> None:
     assert found.median_absolute < 0.05
 
 
-def test_nine_of_ten_memory_rows_are_within_a_fifth() -> None:
+def test_nine_of_ten_memory_rows_are_within_15_percent() -> None:
     found = memory().p90_absolute
     assert found is not None
-    assert found < 0.17
+    assert found < 0.15
 
 
 def test_at_most_one_memory_row_in_ten_is_declined() -> None:
@@ -92,17 +92,16 @@ def test_at_most_one_memory_row_in_ten_is_declined() -> None:
 
 def test_programs_whose_step_is_known_have_a_median_within_3_percent() -> None:
     parts = memory().by(lambda row: row.text("source"))
-    for source in ("fmsaccel", "msswift", "litgpt", "torchtitan"):
+    for source in ("fmsaccel", "msswift", "litgpt", "torchtitan", "qwen"):
         found = parts[source].median_signed
         assert found is not None
         assert abs(found) < 0.03, source
 
 
 def test_runs_that_went_out_of_memory_are_not_called_a_sure_fit() -> None:
-    """One is: Llama-2-70B under FSDP1, see docs/accuracy.md."""
     rows = memory().out_of_memory
     assert len(rows) >= 20
-    assert {o.row.id for o in rows if not o.passed} <= {"fmsaccel-054"}
+    assert [o.row.id for o in rows if not o.passed] == []
 
 
 @pytest.mark.parametrize("name", ["memory", "throughput"])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import ceil
 from statistics import median
 
-from shardwise.estimate.memory.programs import row_memory
+from shardwise.estimate.memory.measured import row_memory
 from shardwise.estimate.speed import estimate_speed
 from shardwise.plan.rows import Row
 

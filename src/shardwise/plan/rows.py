@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import UsageError
+from shardwise.estimate.memory.programs import NO_LOGITS
 from shardwise.estimate.speed import Program
 from shardwise.estimate.stack import Stack
 from shardwise.facts.catalogue import named_shape
 from shardwise.facts.gpus import Gpu, find_gpu
 from shardwise.facts.model import ModelShape
+from shardwise.plan.cells import clean, gpu_spellings, number
 
 NEEDED = ("id", "model", "method", "sharding", "num_gpus", "gpu_kind", "micro_batch_per_gpu", "seq_len")
-_GIB, _GB = 2**30, 10**9
+_GIB = 2**30
+_UNITS = {"gib": _GIB, "gb": 10**9, "mib": 2**20, "mb": 10**6}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,7 @@ def read_rows(path: str | Path) -> list[Row]:
 
 def parse_row(raw: Mapping[str, str]) -> Row:
     """One line of the table -> Row. What can be read is filled in also where no time is estimated."""
-    text = {k: (v or "").strip() for k, v in raw.items() if k}
+    text = clean(raw)
     base: dict[str, Any] = {"id": text["id"], "raw": text, **_measured(text)}
     shape = named_shape(text["model"])
     if shape is None:
@@ -82,16 +85,24 @@ def parse_row(raw: Mapping[str, str]) -> Row:
     except ValueError as problem:
         return Row(declined=f"the row does not say its setup: {problem}", **base)
     base |= {"program": _program(text), "weight_bytes": _weight_bytes(text)}
-    try:
-        base["gpu"] = find_gpu(text["gpu_kind"])
-    except UsageError:
+    base["gpu"] = _gpu(text)
+    if base["gpu"] is None:
         return Row(declined=f"GPU {text['gpu_kind']} is not in the catalogue", **base)
     return Row(declined=_not_offered(text), **base)
 
 
+def _gpu(text: Mapping[str, str]) -> Gpu | None:
+    for name in gpu_spellings(text["gpu_kind"], text.get("gpu_mem_gb", "")):
+        try:
+            return find_gpu(name)
+        except UsageError:
+            continue
+    return None
+
+
 def _measured(text: Mapping[str, str]) -> dict[str, Any]:
-    size = _number(text.get("measured_peak_mem_GB"))
-    unit = _GIB if text.get("mem_unit", "GiB") == "GiB" else _GB
+    size = number(text.get("measured_peak_mem_GB"))
+    unit = _UNITS.get(text.get("mem_unit", "").casefold(), _GIB)
     kind = text.get("mem_kind", "")
     return {
         "measured_bytes": None if size is None else size * unit,
@@ -100,22 +111,15 @@ def _measured(text: Mapping[str, str]) -> dict[str, Any]:
         ),
         "memory_usable": text.get("mem_usable", "no"),
         "out_of_memory": text.get("outcome") == "oom",
-        "tokens_per_second_per_gpu": _number(text.get("tokens_per_s_per_gpu")),
+        "tokens_per_second_per_gpu": number(text.get("tokens_per_s_per_gpu")),
         "throughput_usable": text.get("tput_usable", "no"),
         "lengths_exact": text.get("seq_kind", "").rstrip("?") in ("exact", "packed"),
     }
 
 
-def _number(value: str | None) -> float | None:
-    try:
-        return float(value) if value else None
-    except ValueError:
-        return None
-
-
 def _whole(text: Mapping[str, str], column: str) -> int:
     """A count that must be there. Raises ValueError."""
-    value = _number(text.get(column))
+    value = number(text.get(column))
     if value is None or value < 1:
         raise ValueError(f"{column} is {text.get(column) or 'empty'}")
     return int(value)
@@ -124,7 +128,7 @@ def _whole(text: Mapping[str, str], column: str) -> int:
 def _not_offered(text: Mapping[str, str]) -> str:
     """Why a run's setup is nothing that is estimated; empty when it is."""
     for axis, name in (("tp", "tensor"), ("pp", "pipeline"), ("cp", "context"), ("ep", "expert")):
-        if (_number(text.get(axis)) or 1) > 1:
+        if (number(text.get(axis)) or 1) > 1:
             return f"{name} parallelism is not an engine here"
     if re.search(r"fp8|mxfp|nvfp", text.get("precision", "")):
         return f"precision {text['precision']} is not offered"
@@ -146,11 +150,29 @@ def _not_offered(text: Mapping[str, str]) -> str:
     return ""
 
 
+# Longest record of data sets that tables name: tokens with a vocabulary of 32,000 words (Llama-2), and with more.
+# Alpaca: what litgpt's tutorial table pads to (tutorials/resource-tables.md).
+LONGEST_RECORDS = {"alpaca": (1304, 1044)}
+
+
+def _length(text: Mapping[str, str], shape: ModelShape) -> int:
+    """Tokens of the longest sequence; of a named set that is not packed, its longest record. Raises ValueError."""
+    kind = text.get("seq_kind", "")
+    words = f"{kind} {text.get('notes', '')}".casefold()
+    longest = next((n for name, n in LONGEST_RECORDS.items() if name in words), None)
+    if longest is None or not re.match("unpacked|short|cap", kind):
+        return _whole(text, "seq_len")
+    record = longest[0] if shape.vocab_size <= 32_100 else longest[1]
+    return min(record, int(number(text.get("seq_len")) or record))
+
+
 def _stack(text: Mapping[str, str], shape: ModelShape) -> Stack:
     ranks = _whole(text, "num_gpus")
-    per_node = int(_number(text.get("gpus_per_node")) or min(ranks, 8))
+    per_node = int(number(text.get("gpus_per_node")) or min(ranks, 8))
     sharding, replicate = _sharding(text, ranks, per_node)
     method: Any = text["method"]
+    if method not in ("full", "lora", "qlora"):
+        raise ValueError(f"method is {method or 'empty'}")
     offload = text.get("cpu_offload", "none")
     parameters = "cpu" if offload.startswith("params") else "none"
     optimizer = "cpu" if "optimizer" in offload or (parameters == "cpu" and sharding == "fsdp2") else "none"
@@ -165,16 +187,16 @@ def _stack(text: Mapping[str, str], shape: ModelShape) -> Stack:
         offload_optimizer=optimizer,  # type: ignore[arg-type]
         offload_parameters=parameters,  # type: ignore[arg-type]
         micro_batch_size=max(1, _whole(text, "micro_batch_per_gpu")),
-        sequence_length=_whole(text, "seq_len"),
-        gradient_accumulation_steps=int(_number(text.get("grad_accum")) or 1),
+        sequence_length=_length(text, shape),
+        gradient_accumulation_steps=int(number(text.get("grad_accum")) or 1),
         precision="fp32" if fp32 else "bf16",
         master_weights=not pure,
         optimizer=_optimizer(text.get("optimizer", "")),
         activation_checkpointing=_checkpointing(text.get("act_ckpt", "none")),
-        loss="chunked" if re.search(r"chunked|liger|fused kernel", text.get("fused_ce", "no")) else "full",
+        loss="chunked" if re.search(NO_LOGITS, text.get("fused_ce", "no"), re.I) else "full",
         attention="eager" if text.get("attention") == "eager" else "sdpa",
         compile=text.get("compile") == "yes",
-        lora_rank=int(_number(text.get("lora_rank")) or 16),
+        lora_rank=int(number(text.get("lora_rank")) or 16),
         lora_targets=targets_of(text.get("lora_targets", ""), shape) if method != "full" else "all-linear",
         dora="DoRA" in text.get("lora_targets", ""),
         double_quantization="no double" not in text.get("quant", ""),
@@ -195,11 +217,13 @@ def _sharding(text: Mapping[str, str], ranks: int, per_node: int) -> tuple[Any, 
 
 
 def _optimizer(name: str) -> str:
-    if "Paged" in name:
-        return "paged_adamw_8bit" if "8" in name else "adamw"
-    if "8bit" in name:
+    plain = name.casefold()
+    eight = re.search(r"8[\s_-]?bit", plain) is not None
+    if "paged" in plain:
+        return "paged_adamw_8bit" if eight else "adamw"
+    if eight:
         return "adamw_8bit"
-    return "sgd" if name.casefold().startswith("sgd") else "adamw"
+    return next((known for known in ("sgd", "adafactor", "muon") if known in plain), "adamw")
 
 
 def _checkpointing(name: str) -> Any:
@@ -241,6 +265,8 @@ def targets_of(text: str, shape: ModelShape) -> str | tuple[str, ...]:
         chosen |= hits
     if not chosen & {"q_proj", "k_proj", "v_proj"} and any(w in ("q", "k", "v") for w in words):
         chosen |= known & set(_LETTERS["fused qkv"])
+    if "c_proj" in words and "c_attn" in known and "down_proj" in known:
+        chosen.add("down_proj")  # Qwen calls the last matrix of its MLP so too
     if "attention qkv" in text:
         chosen |= known & {"q_proj", "k_proj", "v_proj"}
     return tuple(sorted(chosen)) or "all-linear"
@@ -267,7 +293,8 @@ def _program(text: Mapping[str, str]) -> Program:
         # their own do not
         fp32_adapters=adapters
         and not (kernels and text.get("method") == "qlora")
-        and text.get("source", "") not in _OWN_LORA,
+        and text.get("source", "") not in _OWN_LORA
+        and not text["sharding"].startswith("ZeRO"),  # DeepSpeed casts all of the model
         # PEFT's wrapping policy for FSDP makes a unit of every adapter matrix
         adapter_units=adapters and "FSDP1" in text["sharding"] and text.get("source", "") not in _OWN_LORA,
         engine=text.get("sharding_norm", "") if text["sharding"].startswith("ZeRO") else "",

@@ -20,6 +20,7 @@ class Around:
     one's (in the backward) were gathered into is as large again. kept: gathered layers stay until their backward.
     reduced: a layer's gradients in the buffer they are reduced from, until the next layer's are.
     shard: a layer's reduced gradients that stay; None: gradients stay as they are.
+    head: the gathered head alone, while it runs, where it is a unit of its own.
     root: gathered embedding and head, all through forward and backward; root_reduced and root_shard: their gradients.
     reducing: alive for a moment whenever gradients are reduced. bucket: a buffer of the backward pass.
     constant: buffers that live all the time. live: weights that ZeRO-3 has gathered in forward and backward; its
@@ -31,6 +32,7 @@ class Around:
     reduced: int = 0
     shard: int | None = None
     root: int = 0
+    head: int = 0
     root_shard: int = 0
     root_reduced: int = 0
     reducing: int = 0
@@ -61,14 +63,13 @@ def around(shape: ModelShape, stack: Stack, trainer: Trainer) -> Around:
                 return _zero3(
                     shape, stack, shards_of(shape, stack, trainer, 1), shards_of(shape, stack, trainer, n), c
                 )
-            # Flat buffers: the reduction bucket in fp32 and the gradient shards; and gathered weights, which stay
-            # while they are within max_live_parameters; the module at hand is whole however large it is.
+            # Flat buffers: the reduction bucket in fp32 and the gradient shards.
             whole = shards_of(shape, stack, trainer, 1)
-            largest = max(t.size for t in shape.tensors)
-            live = max(largest, min(stack.max_live_parameters, shape.total_parameters)) if n > 1 else 0
+            moved = n > 1 or stack.offload_parameters != "none"  # else the one part is the whole
+            live = _gathered_elements(shape, stack, whole) if moved else 0
             bucket = min(stack.reduce_bucket_size, whole.trained)
             flat = 4 * bucket + c * whole.trained // n
-            return Around(constant=flat, live=c * live, shard=0)
+            return Around(constant=flat, live=c * live, shard=0, hooked=True)
         case "zero1" | "zero2":
             whole = shards_of(shape, stack, trainer, 1)
             if trainer.kernels:
@@ -122,21 +123,27 @@ def _zero3(shape: ModelShape, stack: Stack, whole: Shards, mine: Shards, c: int)
     bucket = min(stack.reduce_bucket_size, whole.trained)
     sums = 4 if accumulates or c == 4 else 2
     gradients = sums * mine.trained if stack.offload_optimizer == "none" else 0
-    layer = whole.layer_trained + whole.layer_frozen
-    head = shape.vocab_size * shape.hidden_size
     small = sum(t.parameters for t in shape.tensors if t.size <= stack.param_persistence_threshold)
-    running = min(layer, _largest(shape) + min(layer, stack.prefetch_bucket_size))
-    live = max(min(stack.max_live_parameters, shape.total_parameters), head + running)
-    if stack.method != "full":
-        # Frozen layers are fetched beyond the limit in the backward, whose buffers hold several weights and live as
-        # long as the last of them: 0.3 to 1 GiB in traces of 7B to 70B models (benchmarks/composition.py).
-        live = min(shape.total_parameters, live + min(2 * layer, stack.max_live_parameters // 2))
+    live = _gathered_elements(shape, stack, whole)
     return Around(
         constant=4 * bucket + gradients + c * small,
         buckets=Bucket(bucket, c, sums if sums < 4 else 0, 0, 0, whole.trained, count=0),
         live=c * live if stack.dp_shard > 1 or stack.offload_parameters != "none" else 0,
         hooked=True,
     )
+
+
+def _gathered_elements(shape: ModelShape, stack: Stack, whole: Shards) -> int:
+    """Elements ZeRO-3 has gathered at most: what its prefetcher may keep, and the module at hand however large."""
+    layer = whole.layer_trained + whole.layer_frozen
+    head = shape.vocab_size * shape.hidden_size
+    running = min(layer, _largest(shape) + min(layer, stack.prefetch_bucket_size))
+    live = max(min(stack.max_live_parameters, shape.total_parameters), head + running)
+    if stack.method != "full":
+        # Frozen layers are fetched beyond the limit in the backward, whose buffers hold several weights and live as
+        # long as the last of them: 0.3 to 1 GiB in traces of 7B to 70B models (benchmarks/composition.py).
+        live = min(shape.total_parameters, live + min(2 * layer, stack.max_live_parameters // 2))
+    return live
 
 
 def _largest(shape: ModelShape) -> int:
@@ -166,15 +173,22 @@ def _fsdp2(shape: ModelShape, stack: Stack, trainer: Trainer, c: int) -> Around:
     """FSDP2: every rank's part of a gather is as large as the largest, so that n of them are gathered."""
     n = stack.dp_shard
     mine = shards_of(shape, stack, trainer, n)
-    _, packed, _ = four_bit_bytes(stack, trainer)
+    _, packed, scales = four_bit_bytes(stack, trainer)
+    four = packed + (scales if trainer.sharded_scales else 0)
     reduced = trainer.weight_bytes or c if not trainer.masters else 4
     stays = reduced if stack.offload_parameters == "none" else 0
+    with_gradient = mine.layer_trained + (mine.layer_frozen if trainer.flat_gradients == "whole" else 0)
+    root = n * c * (mine.root_trained + mine.root_frozen)
     return Around(
-        gathered=n * (c * (mine.layer_trained + mine.layer_frozen) + int(packed * mine.layer_four)),
+        gathered=n * (c * (mine.layer_trained + mine.layer_frozen) + int(four * mine.layer_four)),
         kept=not stack.reshard_after_forward,
-        reduced=n * reduced * mine.layer_trained,
-        shard=stays * mine.layer_trained,
-        root=n * c * (mine.root_trained + mine.root_frozen),
+        reduced=n * reduced * with_gradient,
+        shard=stays * with_gradient,
+        root=0 if trainer.root_units else root,
+        head=root // (1 if shape.tie_word_embeddings else 2) if trainer.root_units else 0,
         root_shard=stays * mine.root_trained,
-        root_reduced=n * reduced * mine.root_trained,
+        root_reduced=n
+        * reduced
+        * mine.root_trained
+        // (2 if trainer.root_units and not shape.tie_word_embeddings else 1),
     )

@@ -5,6 +5,7 @@ experts' widths a token passes), R rank of an adapter, V vocabulary. `c` bytes p
 bytes per element of the residual stream (they differ when norms and embeddings are fp32).
 """
 
+from shardwise.estimate.memory.experts import experts
 from shardwise.estimate.memory.layer import Block, Matrix, Widths
 from shardwise.estimate.memory.paper import Paper, Sheet
 from shardwise.estimate.memory.trainer import Trainer
@@ -45,15 +46,22 @@ class Forward:
         source = sheet.op(tokens * m.inputs * w.compute, [x]) if cast else x
         weights = [(f"{self.layer_name}{m.name}", m.size * w.weight)] if m.trained else []
         whole = m.size * w.compute * (2 if self.trainer.dequantised_twice else 1) if m.quantised else 0
+        saved = (
+            [source] if m.trained or self.hooked or (m.quantised and self.trainer.quantised_inputs) else []
+        )
+        if w.weight > w.compute and not m.quantised:  # autocast's copy, which the product remembers
+            saved.append(sheet.new(m.size * w.compute))
         base = sheet.op(
             tokens * m.outputs * w.compute,
             [source],
-            [source] if m.trained or self.hooked or (m.quantised and self.trainer.quantised_inputs) else [],
+            saved,
             weights=weights,
             scratch=whole,
             backward_scratch=whole,
             views=not m.quantised and not self.hooked,
         )
+        if saved and saved[-1] is not source:
+            sheet.drop(saved[-1])
         if cast:
             sheet.drop(source)
         return self._adapter(x, base, m) if m.rank else base
@@ -321,7 +329,7 @@ class Forward:
     def mlp(self, x: Paper) -> Paper:
         sheet, b = self.sheet, self.block
         if b.experts:
-            return self._experts(x)
+            return experts(self, x)
         assert b.mlp_out is not None
         c, tokens = self.w.compute, self.tokens
         if not b.gated:
@@ -348,43 +356,6 @@ class Forward:
                 sheet.drop(gate)
         out = self.linear(active, b.mlp_out)
         sheet.drop(active)
-        return out
-
-    def _experts(self, x: Paper) -> Paper:
-        """Routed experts: every token is copied once per expert it visits; each visit passes a gated MLP."""
-        sheet, b, c = self.sheet, self.block, self.w.compute
-        rows = self.tokens * b.experts_per_token
-        name = f"{self.layer_name}experts"
-        weights = [(name, b.expert_parameters * self.w.weight)] if b.trained else []
-        sheet.flash(self.tokens * b.experts * 4)  # router probabilities
-        inputs = sheet.op(rows * b.hidden * c, [x])
-        gate_up = sheet.op(
-            rows * 2 * b.expert_width * c, [inputs], [inputs] if b.trained else [], weights=weights
-        )
-        sheet.drop(inputs)
-        act = sheet.op(rows * b.expert_width * c, [gate_up], [gate_up])
-        product = sheet.op(rows * b.expert_width * c, [act, gate_up], [act, gate_up])
-        sheet.drop(act, gate_up)
-        down = sheet.op(rows * b.hidden * c, [product], [product] if b.trained else [])
-        sheet.drop(product)
-        weighted = sheet.op(down.bytes, [down], [down])
-        sheet.drop(down)
-        out = sheet.op(x.bytes, [weighted])
-        sheet.drop(weighted)
-        if b.mlp_out is not None:  # shared experts
-            gate = self.linear(x, b.mlp_in[0])
-            width = self.tokens * b.mlp_out.inputs * c
-            act = sheet.op(width, [gate], [gate])
-            up = self.linear(x, b.mlp_in[1]) if len(b.mlp_in) > 1 else gate
-            product = sheet.op(width, [act, up], [act, up])
-            if up is not gate:
-                sheet.drop(gate)
-            sheet.drop(act, up)
-            shared = self.linear(product, b.mlp_out)
-            sheet.drop(product)
-            total = sheet.op(out.bytes, [out, shared], alias=True)
-            sheet.drop(out, shared)
-            out = total
         return out
 
     def layer(self, h: Paper, name: str) -> Paper:

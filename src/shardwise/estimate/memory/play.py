@@ -164,6 +164,7 @@ def _weight_names(q: Question) -> list[str]:
         for m in (*b.attention_in, b.attention_out, *b.mlp_in, *((b.mlp_out,) if b.mlp_out else ())):
             names += [layer + m.name, f"{layer}{m.name}.A", f"{layer}{m.name}.B"]
         names += [layer + n for n in ("norm1", "norm2", "norm1b", "norm2b", "q_norm", "k_norm", "experts")]
+        names += [f"{layer}experts{i}" for i in range(16)] if q.trainer.looped_experts else []
     return names
 
 
@@ -209,6 +210,7 @@ def _layers_backward(
     """The layers in reverse; those that were not played are taken away before the one they are like."""
     around = q.around
     reduced = per_layer = 0
+    outlived: list[Paper] = []
     for index, segment in enumerate(reversed(segments)):
         skipped = segment.skipped
         if reducer is not None and not skipped and index:
@@ -220,12 +222,14 @@ def _layers_backward(
             for term, size in segment.between.items():
                 sheet.remove(size * skipped, term)
             sheet.add(per_layer * skipped, "gradients")
+            if q.trainer.outlived_recomputation and segment.recomputed:
+                outlived.append(sheet.new(2 * segment.entry.bytes * skipped, "activations"))
         if not around.kept:  # copied out of the buffer it was gathered into, then the next one is gathered
             sheet.add(around.gathered, "engine")
             sheet.remove(around.gathered, "engine")
             sheet.add(around.gathered if index < len(segments) - 1 else 0, "engine")
         if segment.recomputed:
-            _recompute(sheet, forward, q, segment)
+            outlived += _recompute(sheet, forward, q, segment)
         else:
             sheet.backward(segment.exit, segment.start)
         sheet.flash(around.reducing, "engine")
@@ -239,12 +243,16 @@ def _layers_backward(
             sheet.add(around.shard, "gradients")
             sheet.remove(around.shard if q.kept_gradients else 0, "gradients")
         per_layer = 0 if reducer is not None else sheet.terms["gradients"] - before - per_layer * skipped
+    sheet.drop(*outlived)
     if around.shard is None:
         sheet.remove(reduced, "engine")
 
 
-def _recompute(sheet: Sheet, forward: Forward, q: Question, segment: _Segment) -> None:
-    """Run a checkpointed layer again, now keeping everything, and then its backward."""
+def _recompute(sheet: Sheet, forward: Forward, q: Question, segment: _Segment) -> list[Paper]:
+    """Run a checkpointed layer again, now keeping everything, and then its backward.
+
+    Returns what lives until the end of the backward.
+    """
     start, entry = len(sheet.nodes), segment.entry
     if q.trainer.offloads_activations:
         sheet.add(entry.bytes, entry.term)
@@ -257,10 +265,16 @@ def _recompute(sheet: Sheet, forward: Forward, q: Question, segment: _Segment) -
     sheet.drop(out)
     sheet.backward(out, start)
     entry.needs_grad = needed
+    outlived = []
+    if q.trainer.outlived_recomputation and entry.grad is not None:
+        outlived = [entry, entry.grad]
+        for tensor in outlived:
+            tensor.refs += 1
     if not needed and entry.grad is not None:
         sheet.drop(entry.grad)
         entry.grad = None
     sheet.drop(entry)
+    return outlived
 
 
 def _loss(sheet: Sheet, forward: Forward, q: Question, h: Paper, embedded: Paper) -> Paper | None:
@@ -274,7 +288,9 @@ def _loss(sheet: Sheet, forward: Forward, q: Question, h: Paper, embedded: Paper
     sheet.drop(h, embedded)
     sheet.term = "loss"
     sheet.enter("loss")
+    sheet.add(2 * q.around.head, "engine")  # and the buffer it was gathered into
     kept = _head(sheet, q, x, start)
+    sheet.remove(2 * q.around.head, "engine")
     sheet.term = "activations"
     return kept
 

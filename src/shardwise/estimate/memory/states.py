@@ -23,6 +23,7 @@ OPTIMIZER_STATES = {
 }
 UPDATE_TEMPORARIES = {"adamw": 4.0, "sgd": 0.0, "adafactor": 4.0, "muon": 4.0}
 ZERO3_GROUP_ELEMENTS = 2**24  # engines/deepspeed_config.py
+ZERO3_SUB_GROUP_ELEMENTS = 10**9  # sub_group_size of DeepSpeed unless told otherwise
 OUR_BUCKET_ELEMENTS = 2**26  # our optimizer updates at most so many elements at once
 
 
@@ -89,7 +90,8 @@ def held(shape: ModelShape, stack: Stack, trainer: Trainer) -> Held:
     untied = shape.vocab_size * shape.hidden_size if trainer.unties and shape.tie_word_embeddings else 0
     head = shape.vocab_size * shape.hidden_size if trainer.quantised_head and n.frozen_4bit else 0
     frozen = (mine.frozen + (untied - head) / weight_shards) * frozen_bytes
-    frozen += (mine.four + head / weight_shards) * packed + (n.frozen_4bit + head) * scales
+    scaled = (n.frozen_4bit + head) / (weight_shards if trainer.sharded_scales else 1)
+    frozen += (mine.four + head / weight_shards) * packed + scaled * scales
     # What ZeRO-1 and 2 split is one flat buffer: equal parts. Elsewhere a rank's own tensors are trained.
     trained = mine.trained if weight_shards == state_shards else -(-n.trained // state_shards)
     adapter = trainer.adapter_bytes or (c if stack.method != "full" else resident)
@@ -105,6 +107,10 @@ def held(shape: ModelShape, stack: Stack, trainer: Trainer) -> Held:
     )
     grad_shards = ranks if stack.sharding in ("fsdp2", "zero2", "zero3") else 1
     gradients = float(grad_bytes * (trained if grad_shards > 1 else n.trained)) if accumulates else 0.0
+    if trainer.flat_gradients and accumulates and stack.sharding == "fsdp2":
+        whole = shards_of(shape, stack, trainer, 1)
+        flat = whole.layer_frozen * shape.num_hidden_layers if trainer.flat_gradients == "whole" else 0
+        gradients = float(grad_bytes * (n.trained + flat))
     if stack.sharding == "zero1" and accumulates and trainer.kernels:
         gradients = float((4 + c if c < 4 else 4) * n.trained)  # whole sums in fp32, and the weights' own
     if stack.sharding == "ddp" and not trainer.gradient_buckets:  # gradients are views of buckets that stay
@@ -113,6 +119,11 @@ def held(shape: ModelShape, stack: Stack, trainer: Trainer) -> Held:
         matrices = sum(t.count for t in shape.tensors if t.kind == "linear")
         frozen += matrices * (512 + (1024 + 512 if stack.double_quantization else 0))
     weights = frozen + trained_weights
+    copies = 2 * shape.vocab_size * shape.hidden_size if trainer.trained_embeddings else 0
+    if copies:  # weights, states and gradients in the dtype of the base
+        weights += resident * copies / weight_shards
+        states += 2 * resident * copies / state_shards
+        gradients += resident * copies / grad_shards if accumulates else 0
     host = nvme = 0.0
     if stack.offload_parameters != "none":
         host, weights = host + weights, 0.0
@@ -125,13 +136,16 @@ def held(shape: ModelShape, stack: Stack, trainer: Trainer) -> Held:
             nvme += moved
         else:
             host += moved
-    paged, states = (states, 0.0) if stack.optimizer.startswith("paged") else (0.0, states)
+    paged, states = (states, 0.0) if _paged(stack, trainer) else (0.0, states)
     at_once = trainer.whole_step or stack.sharding in ("zero1", "zero2", "zero3")
     if stack.sharding == "zero3" and trainer.kernels:
         at_once = False  # sub-groups of whole tensors
         gradients = 0.0  # they lie in a buffer of the engine
     bucket = ZERO3_GROUP_ELEMENTS if stack.sharding == "zero3" else OUR_BUCKET_ELEMENTS
-    updated = trained if at_once else min(trained, max(bucket, n.largest / state_shards))
+    moved_at_once = trained + copies * resident / 4 / state_shards
+    if stack.sharding == "zero3" and not trainer.kernels:
+        moved_at_once = min(moved_at_once, ZERO3_SUB_GROUP_ELEMENTS)
+    updated = moved_at_once if at_once else min(trained, max(bucket, n.largest / state_shards))
     words = {
         "weights": _weights_words(n, stack, frozen_bytes, four, adapter, weight_shards),
         "master_weights": f"4 B x {n.trained:,} trained parameters / {state_shards}",
@@ -144,6 +158,10 @@ def held(shape: ModelShape, stack: Stack, trainer: Trainer) -> Held:
         int(updated),
         words,
     )  # fmt: skip
+
+
+def _paged(stack: Stack, trainer: Trainer) -> bool:
+    return stack.optimizer.startswith("paged") or trainer.paged_states
 
 
 def four_bit_bytes(stack: Stack, trainer: Trainer) -> tuple[float, float, float]:

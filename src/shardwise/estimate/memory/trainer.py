@@ -39,6 +39,8 @@ class Trainer:
       gradients of the step before are still there in the next forward (accumulation, or zeroing in place).
     input_gradients
       the embedding's output needs a gradient although nothing before it is trained (re-entrant checkpointing).
+    looped_experts
+      experts run one after the other, each a module of its own (transformers before 5).
     quantised_experts
       expert matrices are quantised too, as they were when each was a linear layer of its own.
     quantised_bytes
@@ -47,6 +49,12 @@ class Trainer:
       4-bit products keep their input (bitsandbytes before 0.43).
     quantised_head
       the output matrix is in 4 bits too.
+    outlived_recomputation
+      inputs of checkpointed layers and their gradients live until the end of the backward: FSDP1 hooks a unit without
+      trained parameters to the gradient of its input, and where re-entrant checkpointing made that input a leaf, the
+      hook holds it, until all hooks are removed (torch/distributed/fsdp/_runtime_utils.py,
+      `_register_post_backward_reshard_only_hook` and `_finalize_params`; torch/autograd/graph.py,
+      `register_multi_grad_hook`).
     dequantised_twice
       a 4-bit matrix is made whole in fp16 and then cast to bf16, so that two copies live for a moment.
     outlived_inputs
@@ -60,6 +68,17 @@ class Trainer:
       keys and values are copied for every query head before attention.
     adapter_dropout
       adapters see a dropped-out copy of their input, and keep its mask.
+    flat_gradients
+      FSDP1 keeps one gradient per unit: whole until it is reduced, after the last of several micro-batches (no_sync).
+      "whole": also of frozen elements that share a unit with trained ones (use_orig_params).
+    trained_embeddings
+      embedding and head are trained beside adapters, in copies of their own (modules_to_save of PEFT).
+    root_units
+      embedding and head are FSDP units of their own, gathered only while they run.
+    sharded_scales
+      FSDP splits the scales of 4-bit matrices too (NF4 tensors of torchao); bitsandbytes keeps them outside.
+    paged_states
+      optimizer states are in managed memory, which is neither allocated nor reserved by torch.
     fused_optimizer
       one kernel updates in place, without temporaries.
     gradient_buckets
@@ -105,16 +124,23 @@ class Trainer:
     chunk_tokens: int = 0
     chunks: int = 0
     splits_documents: bool = False
+    looped_experts: bool = False
     quantised_experts: bool = False
     quantised_bytes: float | None = None
     quantised_inputs: bool = False
     quantised_head: bool = False
+    outlived_recomputation: bool = False
     dequantised_twice: bool = False
     outlived_inputs: bool = False
     padded_qkv: bool = False
     fused_qkv: bool = False
     expands_groups: bool = False
     adapter_dropout: bool = False
+    flat_gradients: Literal["", "trained", "whole"] = ""
+    trained_embeddings: bool = False
+    root_units: bool = False
+    sharded_scales: bool = False
+    paged_states: bool = False
     fused_optimizer: bool = False
     gradient_buckets: bool = False
     gradient_bytes: int | None = None
