@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     "--ranks", type=click.IntRange(min=1), help="Ranks of this node.  [default: one per GPU, or one]"
 )
 @click.option("--interface", help="Network interface between the nodes.")
+@click.option(
+    "--ray", "ray_address", is_flag=False, flag_value="auto", metavar="[ADDRESS]",
+    help="With --nodes N: on a Ray cluster, which starts the ranks itself; called once.",
+)  # fmt: skip
 @click.option("--gpus", help="What the plan was made for, such as 8xH100-80GB.  [default: this machine]")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 def doctor(
@@ -35,6 +39,7 @@ def doctor(
     port: int | None,
     ranks: int | None,
     interface: str | None,
+    ray_address: str | None,
     gpus: str | None,
     as_json: bool,
 ) -> None:
@@ -42,6 +47,8 @@ def doctor(
 
     With --nodes: does every rank answer, how fast are the links beside what a plan assumes, and which is slow.
     """
+    if ray_address is not None:
+        sys.exit(_links_on_ray(ray_address, nodes or 0, ranks, interface, gpus, as_json))
     if nodes is not None:
         asked = {"nodes": nodes or None, "node": node_rank, "head": head, "port": port}
         sys.exit(_links(asked, ranks, interface, gpus, as_json))
@@ -67,7 +74,6 @@ def _links(
 ) -> int:
     """Measure with the other nodes; the first node prints. Returns 1 when a link is slow."""
     import os
-    from dataclasses import asdict
 
     from shardwise.facts.machine import as_offer
     from shardwise.launch import preflight
@@ -78,12 +84,51 @@ def _links(
     if where.nodes * where.ranks_per_node == 1:
         click.echo("one rank has no links; on several nodes: shardwise doctor --nodes N", err=True)
         return 0
-    names = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
-    measured = preflight.measure(where, dict.fromkeys(names, interface) if interface else {})
+    measured = preflight.measure(where, _on_interface(interface))
     if not measured:
         click.echo(f"node {where.node} has measured its links; node 0 tells what was found", err=True)
         return 0
-    found: Preflight = preflight.judge(measured, preflight.assumption(offer, where))
+    return _tell_links(preflight.judge(measured, preflight.assumption(offer, where)), as_json)
+
+
+def _links_on_ray(
+    address: str, nodes: int, ranks: int | None, interface: str | None, gpus: str | None, as_json: bool
+) -> int:
+    """Measure where Ray places the ranks. Returns 1 when a link is slow."""
+    from importlib.util import find_spec
+
+    from shardwise.errors import MissingDependencyError, UsageError
+    from shardwise.facts.machine import as_offer
+    from shardwise.launch import preflight
+
+    if find_spec("ray") is None:
+        raise MissingDependencyError(
+            "Ray is not installed here", "--ray asks Ray", "pip install 'ray[train]'"
+        )
+    if not nodes:
+        raise UsageError("--ray without a number of nodes", "Ray does not say it", "use --nodes N --ray")
+    from shardwise.launch import ray_links
+
+    offer = as_offer(gpus)
+    on_gpus = offer.gpu.kind == "cuda"
+    per_node = ranks or (offer.count if on_gpus else 1)
+    if nodes * per_node == 1:
+        raise UsageError("one rank has no links", "--nodes 1 with one rank", "use more --nodes or --ranks")
+    ray_links.connect(address, _on_interface(interface))
+    resources = {"CPU": 1.0, **({"GPU": 1.0} if on_gpus else {})}
+    where, measured = ray_links.measure(nodes * per_node, per_node, resources, {})
+    return _tell_links(preflight.judge(measured, preflight.assumption(offer, where)), as_json)
+
+
+def _on_interface(name: str | None) -> dict[str, str]:
+    return dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), name) if name else {}
+
+
+def _tell_links(found: "Preflight", as_json: bool) -> int:
+    from dataclasses import asdict
+
+    from shardwise.launch import preflight
+
     if as_json:
         click.echo(json.dumps({**asdict(found), "slow": [str(one) for one in found.slow]}, indent=2))
     else:

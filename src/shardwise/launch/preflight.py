@@ -245,25 +245,26 @@ def _rate(bytes_per_second: float) -> str:
     return f"{bytes_per_second / 1e9:.3g} GB/s"
 
 
-def measure(where: Where, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Start this node's ranks, wait, and return what rank 0 wrote (empty on the other nodes).
+def measure(where: Where, environment: Mapping[str, str], only: int | None = None) -> dict[str, Any]:
+    """Start this node's ranks, or `only` one of them, wait, and return what rank 0 wrote (empty elsewhere).
 
     Raises RunError with the first rank's own words when one of them failed.
     """
+    numbers = range(where.ranks_per_node) if only is None else (only,)
     with tempfile.TemporaryDirectory(prefix="shardwise-preflight-") as folder:
         result = Path(folder) / "links.json"
-        ranks = [_start(where, number, result, environment) for number in range(where.ranks_per_node)]
+        ranks = [_start(where, number, result, environment) for number in numbers]
         try:
             _wait(ranks)
         finally:
             for rank in ranks:
                 rank.kill()
                 rank.wait()
-        for number, rank in enumerate(ranks):
+        for number, rank in zip(numbers, ranks, strict=True):
             if rank.returncode:
                 said = result.with_name(f"{number}.log").read_text(errors="replace").strip()
                 raise _failure(where.node * where.ranks_per_node + number, said)
-        return dict(json.loads(result.read_text())) if where.node == 0 else {}
+        return dict(json.loads(result.read_text())) if result.exists() else {}
 
 
 def _start(

@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from shardwise.errors import Interrupted, RunError, ShardwiseError, UsageError
 from shardwise.launch import operators, preflight
@@ -106,18 +107,23 @@ def tell(recipe_path: Path, node: int, code: int, reason: str) -> None:
 
 def look_at_links(started: Started, node: int, command: Sequence[str]) -> None:
     """`launch.preflight`: every rank must answer; what is slow becomes a warning of the run. Raises RunError."""
-    recipe, run = started.job.recipe, started.run
     head, port = rendezvous(command, os.environ)
-    per_node = ranks_of_a_node(started.job)
-    where = preflight.Where(recipe.launch.nodes, node, per_node, head, port + preflight.PORT_OFFSET)
+    nodes, per_node = started.job.recipe.launch.nodes, ranks_of_a_node(started.job)
+    where = preflight.Where(nodes, node, per_node, head, port + preflight.PORT_OFFSET)
     measured = preflight.measure(where, started.environment)
     if measured:
-        found = preflight.judge(measured, preflight.assumption(offer_of(recipe), where))
-        print(preflight.as_text(found), file=sys.stderr, flush=True)
-        run.logs_path.mkdir(exist_ok=True)
-        write_json(run.logs_path / "links.json", measured)
-        for one in found.slow:
-            run.event("warning", message=f"preflight: {one}")
+        tell_links(started, where, measured)
+
+
+def tell_links(started: Started, where: preflight.Where, measured: Mapping[str, Any]) -> None:
+    """Say what was measured, keep it in the run folder, and make warnings of what is slow."""
+    run = started.run
+    found = preflight.judge(measured, preflight.assumption(offer_of(started.job.recipe), where))
+    print(preflight.as_text(found), file=sys.stderr, flush=True)
+    run.logs_path.mkdir(exist_ok=True)
+    write_json(run.logs_path / "links.json", dict(measured))
+    for one in found.slow:
+        run.event("warning", message=f"preflight: {one}")
 
 
 def rendezvous(command: Sequence[str], environment: Mapping[str, str]) -> tuple[str, int]:

@@ -66,6 +66,11 @@ def holder(path: Path) -> Holder | None:
         return None
 
 
+def holder_of(pid: int) -> Holder:
+    """A process of this machine, as it can be told later from another one with its number."""
+    return Holder(pid, socket.gethostname(), _process(pid)[0], time.time())
+
+
 def acquire(path: Path) -> Holder:
     """Write this process into the lock file. Raises UsageError naming a holder that is alive."""
     guard = os.open(path.parent, os.O_RDONLY)  # the folder itself serialises two that look at the same time
@@ -73,7 +78,7 @@ def acquire(path: Path) -> Holder:
         with suppress(OSError):  # file systems without flock: the check below still holds but for a moment
             fcntl.flock(guard, fcntl.LOCK_EX)
         refuse_if_held(path)
-        me = Holder(os.getpid(), socket.gethostname(), _process(os.getpid())[0], time.time())
+        me = holder_of(os.getpid())
         write_json(path, me.__dict__)
         return me
     finally:

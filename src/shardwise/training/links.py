@@ -198,8 +198,11 @@ def _wait(device: torch.device) -> None:
 def _device(local_rank: int) -> torch.device:
     if os.environ.get("SHARDWISE_LINKS_DEVICE") == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    device = torch.device(
+        "cuda", local_rank % torch.cuda.device_count()
+    )  # a rank on Ray sees its own GPU alone
+    torch.cuda.set_device(device)
+    return device
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """`launch --on ray` on a local Ray cluster of two workers, one of them killed; skipped where Ray is not installed."""
 
+import json
 import os
 import signal
 import subprocess
@@ -81,7 +82,8 @@ def test_a_killed_ray_worker_is_replaced_and_the_losses_are_those_of_a_run_witho
     whole_losses: list[tuple[int, float]],
 ) -> None:
     launch = (
-        f'{{nodes: 2, interface: lo, environment: [TEST_TOKEN], ray: {{address: "127.0.0.1:{ray_port}"}}}}'
+        f"{{nodes: 2, interface: lo, environment: [TEST_TOKEN], preflight: true, "
+        f'ray: {{address: "127.0.0.1:{ray_port}"}}}}'
     )
     (tmp_path / "r.yaml").write_text(recipe(tiny_model, chat_file, 10, launch))
     run = RunFolder(tmp_path / "runs" / "two")
@@ -106,8 +108,52 @@ def test_a_killed_ray_worker_is_replaced_and_the_losses_are_those_of_a_run_witho
     assert next(e.model_dump() for e in run.events("start"))["world_size"] == 2
     assert run.state == "done" and [step for step, _ in losses(run)] == list(range(1, STEPS + 1))
     assert losses(run) == whole_losses
+    measured = json.loads((run.logs_path / "links.json").read_text())
+    assert sorted((one["source"], one["target"]) for one in measured["sent"]) == [(0, 1), (1, 0)]
+    log = (tmp_path / "runs" / "launches" / "two" / "driver.log").read_text()
+    assert "preflight: 2 ranks on 1 node, all answer" in log and "assumed by the plan" in log
+    warned = [e.model_dump()["message"] for e in run.events("warning")]
+    assert [text for text in warned if "Ray has 1 x 2 ranks, the plan was made for 2 x 1" in text], warned
     written = [path for folder in (tmp_path, ray_folder) for path in folder.rglob("*") if path.is_file()]
     assert len(written) > 50 and not [path for path in written if SECRET.encode() in path.read_bytes()]
+
+
+def test_the_doctor_measures_where_ray_places_the_ranks(ray_port: int, shardwise) -> None:
+    """Then more ranks than there is room for: told, not waited for without an end."""
+    said = shardwise("doctor", "--nodes", 2, "--ray", f"127.0.0.1:{ray_port}", "--interface", "lo", "--json")
+    report = json.loads(said.stdout)
+    assert said.returncode in (0, 1) and (report["ranks"], report["nodes"]) == (2, 1), said.stderr
+    assert report["levels"][0]["usual"] > 1e6 and report["levels"][0]["assumed"] > 0
+    import ray
+
+    from shardwise.errors import RunError
+    from shardwise.launch import ray_links
+
+    ray_links.connect(f"127.0.0.1:{ray_port}", {})
+    try:
+        with pytest.raises(RunError, match="no room for 3 ranks") as refused:
+            ray_links.measure(3, 1, {"CPU": 1}, {}, wait_seconds=1)
+        assert "2 CPU" in refused.value.why
+    finally:
+        ray.shutdown()
+
+
+def test_ranks_are_numbered_node_by_node_and_uneven_nodes_are_taken_apart() -> None:
+    from shardwise.launch.ray_links import arrange
+
+    assert arrange(["b", "a", "b", "a"]) == ([0, 2, 1, 3], 2)
+    assert arrange(["a", "a", "b", "a"]) == ([0, 1, 3, 2], 1)
+
+
+def test_where_no_cluster_answers_the_run_is_refused_and_leaves_nothing(
+    tmp_path: Path, tiny_model: Path, chat_file: Path, shardwise
+) -> None:
+    launch = f'{{nodes: 2, ray: {{address: "127.0.0.1:{choose_port(None)}"}}}}'
+    (tmp_path / "r.yaml").write_text(recipe(tiny_model, chat_file, 10, launch))
+    done = shardwise("launch", "r.yaml", "--on", "ray", "--name", "no", cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "no Ray cluster answers" in done.stderr and "refused" in done.stderr
+    assert not (tmp_path / "runs" / "no").exists() and "Traceback" not in done.stderr
 
 
 def test_a_recipe_that_is_refused_on_ray_tells_so_by_its_exit_code(tmp_path: Path, tiny_model: Path) -> None:

@@ -1,15 +1,18 @@
 """Ray: a driver whose TorchTrainer places the ranks of the same run on an existing Ray cluster."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
-from shardwise.errors import RecipeError
+from shardwise.errors import MissingDependencyError, UsageError
 from shardwise.launch.environment import variables
-from shardwise.launch.targets.parts import RECIPE, Launched, Seen, comment, require_environment, shell
+from shardwise.launch.targets.parts import RECIPE, Launched, Seen, comment, require_environment
+from shardwise.runs.lock import Holder, holder_of
 
 SCRIPT = "driver.py"
 LOG = "driver.log"
@@ -18,16 +21,18 @@ LOG = "driver.log"
 def render(run: Launched) -> str:
     """The driver, a Python program: every value is a Python literal."""
     launch = run.recipe.launch
-    if launch.preflight:
-        raise RecipeError(
-            "launch.preflight is not run on Ray",
-            "Ray places the ranks itself, after the driver has started",
-            "start shardwise doctor --nodes on the nodes, or leave it out",
-        )
-    fixed = "".join(f"    {v.name!r}: {v.value!r},  # {comment(v.reason)}\n" for v in variables(run.recipe))
-    handed = "".join(f"    {name!r}: os.environ[{name!r}],\n" for name in launch.environment)
-    handed = f"{{\n{handed}}}" if handed else "{}"
+    fixed = [f"{v.name!r}: {v.value!r},  # {comment(v.reason)}" for v in variables(run.recipe)]
+    handed = [f"{name!r}: os.environ[{name!r}]," for name in launch.environment]
+    secrets = f"""# Values come from this shell. Ray writes a runtime_env into its logs: these travel as an object.
+SECRETS = {_braces(handed)}
+"""
     gpu = launch.gpus is not None
+    resources = json.dumps({"CPU": launch.ray.cpus_per_rank, **({"GPU": 1} if gpu else {})})
+    links = f"""
+    # Every rank must answer before training; a slow link becomes a warning of the run.
+    look_at_links(started, {resources})"""
+    imported = "begin, connect, end, look_at_links, rank, refuse"
+    imported = imported if launch.preflight else imported.replace("look_at_links, ", "")
     return f"""# Run {comment(run.name)} on {comment(run.size)}. Written by: shardwise launch --on ray
 # Start it on a machine of the Ray cluster:  python {SCRIPT}
 # All nodes must see the run folder, the model and the data under the same paths, and have shardwise installed.
@@ -35,7 +40,6 @@ def render(run: Launched) -> str:
 
 import os
 import sys
-import time
 from pathlib import Path
 
 import ray
@@ -43,26 +47,19 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from shardwise.errors import ShardwiseError
-from shardwise.launch.ray_worker import rank
-from shardwise.launch.wrapper import begin, end, tell
+from shardwise.launch.ray_worker import {imported}
 
 NAME = {run.name!r}
-os.chdir({str(Path.cwd())!r})
-# Variables of every rank.
-ENVIRONMENT = {{
-{fixed}}}
-# Those whose values come from this shell. Ray writes a runtime_env into its logs: these travel as an object.
-SECRETS = {handed}
-
 RECIPE = Path({str(run.folder / RECIPE)!r})
-
-try:  # model, rows and run folder, before a rank starts
-    started = begin(RECIPE, NAME, owner=f"ray-{{NAME}}", attempt=str(time.time_ns()), lead=True)
+os.chdir({str(Path.cwd())!r})
+{"# Variables of every rank." if fixed else "# No variable needs to be set for the ranks."}
+ENVIRONMENT = {_braces(fixed)}
+{secrets if handed else ""}
+started = begin(RECIPE, NAME)  # model, rows and run folder, before a rank starts
+try:
+    connect({launch.ray.address!r}, ENVIRONMENT){links if launch.preflight else ""}
 except ShardwiseError as problem:
-    print(problem, file=sys.stderr)
-    tell(RECIPE, 0, problem.exit_code, problem.what)
-    sys.exit(problem.exit_code)
-ray.init(address={launch.ray.address!r}, runtime_env={{"env_vars": ENVIRONMENT}}, log_to_driver=True)
+    sys.exit(refuse(started, problem))
 trainer = TorchTrainer(
     rank,
     train_loop_config={{
@@ -71,13 +68,14 @@ trainer = TorchTrainer(
         "ready": ray.util.get_node_ip_address(),  # the other nodes fetch the model and prepare rows themselves
         "directory": os.getcwd(),
         "environment": dict(started.environment),
-        "secrets": [ray.put(SECRETS)],
+        "secrets": [ray.put({"SECRETS" if handed else "{}"})],
     }},
     torch_config=TorchConfig(backend={"nccl" if gpu else "gloo"!r}),
     scaling_config=ScalingConfig(
         num_workers={run.nodes * run.ranks_per_node},
         use_gpu={gpu},
-        resources_per_worker={{"CPU": {launch.ray.cpus_per_rank}{', "GPU": 1' if gpu else ""}}},
+        resources_per_worker={resources},
+        placement_strategy={strategy(run.ranks_per_node)!r},
     ),
     run_config=RunConfig(
         name=NAME,
@@ -96,9 +94,26 @@ sys.exit(end(started, code))
 """
 
 
+def _braces(lines: list[str]) -> str:
+    """A dict, one item a line."""
+    return "{\n" + "".join(f"    {line}\n" for line in lines) + "}" if lines else "{}"
+
+
+def strategy(ranks_per_node: int) -> str:
+    """How Ray places ranks: one a node on as many nodes as there are; several on as few as have room."""
+    return "SPREAD" if ranks_per_node == 1 else "PACK"
+
+
 def submit(script: Path, run: Launched) -> str:
-    """Start the driver in the background; returns its process id. Raises RecipeError for a variable not set."""
+    """Start the driver in the background; returns its process id.
+
+    Raises RecipeError for a variable that is not set, MissingDependencyError without Ray.
+    """
     require_environment(run, "the driver")
+    if run.recipe.launch.python is None and find_spec("ray") is None:
+        raise MissingDependencyError(
+            "Ray is not installed here", "the driver is a program of Ray Train", "pip install 'ray[train]'"
+        )
     python = run.recipe.launch.python or sys.executable
     with (script.parent / LOG).open("ab") as log:
         process = subprocess.Popen(
@@ -109,32 +124,39 @@ def submit(script: Path, run: Launched) -> str:
             start_new_session=True,
             env={"RAY_USAGE_STATS_ENABLED": "0", **os.environ},
         )
-    return str(process.pid)
+    found = holder_of(process.pid)
+    return f"{found.pid}@{found.host}@{found.started}"
+
+
+def _driver(job_id: str) -> Holder:
+    pid, host, started = job_id.split("@")
+    return Holder(int(pid), host, int(started), 0.0)
 
 
 def look(job_id: str) -> Seen:
     """Whether the driver still runs on this machine."""
-    pid = int(job_id)
+    driver = _driver(job_id)
+    if not driver.here:
+        return Seen("unknown", f"driver is {driver}")
     with suppress(ChildProcessError):  # our own child, which stays a zombie otherwise
-        ended, status = os.waitpid(pid, os.WNOHANG)
+        ended, status = os.waitpid(driver.pid, os.WNOHANG)
         if ended:
             return Seen("ended", "the driver has ended", os.waitstatus_to_exitcode(status))
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+    if not driver.alive():
         return Seen("ended", "the driver has ended")
-    except PermissionError:
-        pass
-    return Seen("running", f"driver is process {pid}")
+    return Seen("running", f"driver is process {driver.pid}")
 
 
 def cancel(job_id: str, now: bool) -> None:
-    """`now`: end the driver and with it the ranks. Otherwise the run's stop file does it."""
-    if now:
+    """`now`: end the driver and with it the ranks. Otherwise the run's stop file does it.
+
+    Raises UsageError when the driver runs on another machine.
+    """
+    driver = _driver(job_id)
+    if now and not driver.here:
+        raise UsageError(
+            f"the driver is {driver}", "it can be ended there only", f"on {driver.host}, say it again"
+        )
+    if now and driver.alive():
         with suppress(ProcessLookupError):
-            os.kill(int(job_id), signal.SIGKILL)
-
-
-def command(script: Path) -> str:
-    """The line that starts the driver by hand."""
-    return f"{shell(sys.executable)} {shell(script)}"
+            os.kill(driver.pid, signal.SIGKILL)

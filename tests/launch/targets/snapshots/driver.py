@@ -5,7 +5,6 @@
 
 import os
 import sys
-import time
 from pathlib import Path
 
 import ray
@@ -13,10 +12,10 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from shardwise.errors import ShardwiseError
-from shardwise.launch.ray_worker import rank
-from shardwise.launch.wrapper import begin, end, tell
+from shardwise.launch.ray_worker import begin, connect, end, rank, refuse
 
 NAME = 'demo'
+RECIPE = Path('/project/runs/launches/demo/recipe.yaml')
 os.chdir('/project')
 # Variables of every rank.
 ENVIRONMENT = {
@@ -26,20 +25,16 @@ ENVIRONMENT = {
     'TORCH_NCCL_DUMP_ON_TIMEOUT': '1',  # and write them when one times out
     'NCCL_NET': 'IB',  # fail without RDMA rather than fall back to TCP in silence
 }
-# Those whose values come from this shell. Ray writes a runtime_env into its logs: these travel as an object.
+# Values come from this shell. Ray writes a runtime_env into its logs: these travel as an object.
 SECRETS = {
     'HF_TOKEN': os.environ['HF_TOKEN'],
 }
 
-RECIPE = Path('/project/runs/launches/demo/recipe.yaml')
-
-try:  # model, rows and run folder, before a rank starts
-    started = begin(RECIPE, NAME, owner=f"ray-{NAME}", attempt=str(time.time_ns()), lead=True)
+started = begin(RECIPE, NAME)  # model, rows and run folder, before a rank starts
+try:
+    connect('auto', ENVIRONMENT)
 except ShardwiseError as problem:
-    print(problem, file=sys.stderr)
-    tell(RECIPE, 0, problem.exit_code, problem.what)
-    sys.exit(problem.exit_code)
-ray.init(address='auto', runtime_env={"env_vars": ENVIRONMENT}, log_to_driver=True)
+    sys.exit(refuse(started, problem))
 trainer = TorchTrainer(
     rank,
     train_loop_config={
@@ -55,6 +50,7 @@ trainer = TorchTrainer(
         num_workers=16,
         use_gpu=True,
         resources_per_worker={"CPU": 1, "GPU": 1},
+        placement_strategy='PACK',
     ),
     run_config=RunConfig(
         name=NAME,
