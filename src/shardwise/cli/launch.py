@@ -68,6 +68,7 @@ def launch(
         _local(recipe, name, dry_run)
         return
     name = name or recipe.run.name or submission.default_name(recipe)
+    submission.require_name(name, Path(recipe.run.folder), free=not dry_run)
     decided, plan_json = _decide(recipe)
     run = submission.prepare(recipe, name, decided)
     module = submission.target(place)
@@ -90,21 +91,29 @@ def _array(
     recipes: "list[Recipe]", stems: list[str], place: str, name: str | None, dry_run: bool, no_follow: bool
 ) -> int:
     """Several recipes as tasks of one Slurm job. Returns the first exit code that is not 0, in their order."""
+    from shardwise.errors import UsageError
     from shardwise.launch import submission
     from shardwise.launch.targets import slurm
 
     if place != "slurm":
-        raise click.UsageError(f"several recipes are a job array, which --on {place} does not have")
+        raise UsageError(
+            f"{len(recipes)} recipes for --on {place}",
+            "several recipes are a job array, which Slurm alone has",
+            "launch them one by one, or use --on slurm",
+        )
     name = name or submission.default_name(recipes[0])
     names = [f"{name}-{stem}" for stem in stems]
     if len(set(names)) < len(names):
         names = [f"{name}-{number}" for number in range(len(stems))]
+    for wanted, recipe in zip([name, *names], [recipes[0], *recipes], strict=True):
+        submission.require_name(wanted, Path(recipe.run.folder), free=not dry_run)
     decided = [_decide(recipe) for recipe in recipes]
     runs = [submission.prepare(r, n, d) for r, n, (d, _) in zip(recipes, names, decided, strict=True)]
     if dry_run:
         click.echo(slurm.render_array(name, runs, runs[0].folder.parent / name), nl=False)
         for run in runs:
-            click.echo(f"\n# --- {run.folder / slurm.SCRIPT}\n{slurm.render(run)}", nl=False)
+            text = slurm.render(run, in_array=True)
+            click.echo(f"\n# --- {run.folder / slurm.SCRIPT}\n{text}", nl=False)
         return 0
     found = submission.submit_array(name, runs, [plan for _, plan in decided])
     for one in found:
@@ -120,9 +129,14 @@ def _array(
 
 def _local(recipe: "Recipe", name: str | None, dry_run: bool) -> None:
     from shardwise.cli.train import decide_and_show, run_and_report
+    from shardwise.errors import UsageError
 
     if recipe.launch.nodes > 1:
-        raise click.UsageError(f"--on local is one machine, and launch.nodes is {recipe.launch.nodes}")
+        raise UsageError(
+            f"--on local with launch.nodes {recipe.launch.nodes}",
+            "local is this one machine",
+            "use --nodes 1, or torchrun, which prints the line for each node",
+        )
     if name is not None:
         recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"name": name})})
     job = decide_and_show(recipe)

@@ -11,7 +11,7 @@ launches/NAME/
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
@@ -25,6 +25,7 @@ from shardwise.launch.targets import slurm
 from shardwise.launch.targets.parts import OUTCOME, PLAN, RECIPE, Launched, Seen, Target
 from shardwise.recipe import Recipe, dump_recipe
 from shardwise.runs import RunFolder, is_run
+from shardwise.runs.create import check_name
 from shardwise.runs.jsonfile import read_json, write_json, write_text
 
 TARGETS = ("torchrun", "slurm", "kubernetes", "ray", "skypilot")
@@ -70,13 +71,20 @@ def default_name(recipe: Recipe) -> str:
     return model[: LONGEST_DEFAULT_NAME - len(end)].strip("-") + end
 
 
-def prepare(recipe: Recipe, name: str, decided: Recipe | None) -> Launched:
-    """The run as its scheduler will see it; nothing is written. `decided` counts all ranks of all nodes.
+def require_name(name: str, folder: Path, free: bool) -> None:
+    """Raise UsageError, before any work is done for nothing, for a name that cannot be launched from `folder`.
 
-    Raises UsageError when the name is taken or cannot name a run.
+    `free`: it must not have been launched already.
     """
+    check_name(name)
     if name == LAUNCHES:
         raise UsageError(f"run name '{name}'", "that folder holds what was launched", "choose another --name")
+    if free and (folder / LAUNCHES / name).exists():
+        raise _taken(name, folder / LAUNCHES / name)
+
+
+def prepare(recipe: Recipe, name: str, decided: Recipe | None) -> Launched:
+    """The run as its scheduler will see it; nothing is written. `decided` counts all ranks of all nodes."""
     processes = ranks_per_node(recipe)
     carried = decided or recipe
     carried = carried.model_copy(
@@ -124,7 +132,7 @@ def submit_array(
     Raises UsageError when a name is taken, and what Slurm says; nothing is left then.
     """
     folder = runs[0].folder.parent / name
-    texts = [slurm.render(run) for run in runs]
+    texts = [slurm.render(run, in_array=True) for run in runs]
     text = slurm.render_array(name, runs, folder)
     with _undone_on_error() as made:
         for run, plan_json, one in zip(runs, plans, texts, strict=True):
@@ -146,7 +154,9 @@ def _undone_on_error() -> Iterator[list[Path]]:
         for folder in made:
             for path in folder.iterdir():
                 path.unlink()
-            folder.rmdir()
+            for empty in (folder, folder.parent, folder.parent.parent):
+                with suppress(OSError):  # only those that hold nothing else
+                    empty.rmdir()
         raise
 
 
@@ -161,10 +171,12 @@ def _make(name: str, folder: Path, made: list[Path]) -> None:
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
-        raise UsageError(
-            f"'{name}' was launched already", f"{folder} is there", "choose another --name"
-        ) from None
+        raise _taken(name, folder) from None
     made.append(folder)
+
+
+def _taken(name: str, folder: Path) -> UsageError:
+    return UsageError(f"'{name}' was launched already", f"{folder} is there", "choose another --name")
 
 
 def _keep(run: Launched, target_name: str, job_id: str) -> Submission:
@@ -227,13 +239,30 @@ def outcome(found: Submission, seen: Seen) -> tuple[int, str]:
 
 
 def cancel(found: Submission, now: bool) -> None:
-    """Ask the run to save and stop, or end it at once; it is not put back into the queue."""
-    (found.folder / CANCELLED).touch()
+    """Ask the run to save and stop, or end it at once; it is not put back into the queue.
+
+    Raises UsageError where there is nothing to ask, and what the scheduler says.
+    """
     run = found.run
-    if run is not None and found.target in ("ray", "torchrun"):
-        run.logs_path.mkdir(exist_ok=True)
-        stop_path(run).touch()
-    target(found.target).cancel(found.job_id, now)
+    if found.target in ("ray", "torchrun") and not now:
+        if run is None and found.target == "torchrun":
+            raise UsageError(
+                f"'{found.name}' has not started",
+                f"there is no run folder at {found.run_path}",
+                "start its lines first; they are in its launch folder",
+            )
+        if run is None:
+            now = True  # there is nothing to save yet
+        else:
+            run.logs_path.mkdir(exist_ok=True)
+            stop_path(run).touch()
+    mark = found.folder / CANCELLED
+    mark.touch()  # before the signal: the script looks for it when the ranks have stopped
+    try:
+        target(found.target).cancel(found.job_id, now)
+    except BaseException:
+        mark.unlink(missing_ok=True)
+        raise
 
 
 def logs(found: Submission) -> list[Path]:

@@ -234,6 +234,9 @@ class Slurm(Section):
     qos: str | None = _help("quality of service", None)
     time_limit: str | None = _help("longest run, as Slurm writes it: 12:00:00 or 2-00:00:00", None)
     constraint: str | None = _help("features the nodes must have", None)
+    options: tuple[str, ...] = _help(
+        "further options of sbatch, such as --cpus-per-gpu=12, --mem=0 or --exclusive", (), strict=False
+    )
     container: str | None = _help("image every node runs in; null: no container", None)
     container_runtime: Literal["pyxis", "apptainer"] = _help("what starts the container", "pyxis")
     at_once: PositiveInt | None = _help(
@@ -250,6 +253,12 @@ class Kubernetes(Section):
     mount: str = _help("where the claim is mounted; relative paths of the recipe start there", "/workspace")
     secret: str | None = _help("Secret that holds the variables of launch.environment", None)
     node_selector: dict[str, str] = _help("labels the nodes must have", {})
+    tolerate: tuple[str, ...] = _help(
+        "keys of taints whose nodes it may run on, such as nvidia.com/gpu", (), strict=False
+    )
+    labels: dict[str, str] = _help(
+        "labels of the job, such as kueue.x-k8s.io/queue-name: team-a, by which Kueue admits it", {}
+    )
     limits: dict[str, str] = _help(
         "limits of every node's container beside its GPUs, such as rdma/ib: '1' or memory: 200Gi", {}
     )

@@ -25,7 +25,7 @@ def create_run(
     folder name, when it is taken (naming the process at work there), or when nothing can be written there.
     """
     folder = Path(folder)
-    _check_name(name or default_name)
+    check_name(name or default_name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         run = RunFolder(_claim(folder, name, default_name))
@@ -56,12 +56,13 @@ def create_run(
 def refuse_taken(folder: str | Path, name: str | None) -> None:
     """Raise UsageError, before any work is done for nothing, for a name that `create_run` would refuse."""
     if name is not None:
-        _check_name(name)
+        check_name(name)
         if (Path(folder) / name).exists():
             raise _taken(Path(folder) / name)
 
 
-def _check_name(name: str) -> None:
+def check_name(name: str) -> None:
+    """Raise UsageError for what cannot name a run folder."""
     allowed = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
     if not name or name.startswith((".", "-")) or set(name) - allowed or name == LATEST or len(name) > 120:
         raise UsageError(

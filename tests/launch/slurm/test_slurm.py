@@ -198,6 +198,6 @@ def test_a_refusal_is_told_at_once_and_nothing_is_queued(slurm: Cluster, place: 
         command("--name", "bad", "--set", "launch.slurm.partition=nowhere"), cwd=place, env=environment(slurm),
         text=True, capture_output=True, timeout=60, check=False,
     )  # fmt: skip
-    assert done.returncode == 1 and "nowhere" not in slurm.run("squeue", "--noheader", "--format=%P")
+    assert done.returncode == 2 and "nowhere" not in slurm.run("squeue", "--noheader", "--format=%P")
     assert "invalid partition" in done.stderr
     assert not (place / "runs" / "launches" / "bad").exists()

@@ -1,6 +1,7 @@
 """What is said to kubectl and sky, and what becomes of their answers: with stand-ins, no cluster."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,9 +11,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fakes import Fake
 from made import launched
 
-from shardwise.errors import RecipeError, RunError
+from shardwise.errors import RecipeError, UsageError
 from shardwise.launch import submission
-from shardwise.launch.targets import kubernetes, skypilot
+from shardwise.launch.targets import kubernetes, ray, skypilot
 
 CLAIM = {"claim": "work", "namespace": "team"}
 
@@ -32,7 +33,7 @@ def test_a_manifest_is_checked_by_the_server_and_then_created(kubectl: Fake, tmp
     script = str(found.folder / "job.yaml")
     assert kubectl.calls == [
         ["create", "--dry-run=server", "--filename", script],
-        ["create", "--filename", script],
+        ["create", "--filename", script, "--output", "name"],
     ]
     assert found.job_id == "trainjob/team/demo"
 
@@ -40,9 +41,54 @@ def test_a_manifest_is_checked_by_the_server_and_then_created(kubectl: Fake, tmp
 def test_a_manifest_that_the_server_refuses_leaves_nothing(kubectl: Fake, tmp_path: Path) -> None:
     kubectl.answer("--dry-run=server", err='configmaps "demo" already exists', code=1)
     run = launched(tmp_path, kubernetes=CLAIM)
-    with pytest.raises(RunError) as refused:
+    with pytest.raises(UsageError) as refused:
         submission.submit(run, "kubernetes", None)
-    assert "already exists" in refused.value.why and len(kubectl.calls) == 1 and not run.folder.exists()
+    assert "already exists" in refused.value.why and "--name" in refused.value.hint
+    assert len(kubectl.calls) == 1 and not (tmp_path / "runs").exists()
+
+
+def test_what_was_created_before_a_failure_is_deleted_again(kubectl: Fake, tmp_path: Path) -> None:
+    """The server took all of it a moment ago, and now a quota is used up."""
+    kubectl.answer("create", "--output", out="configmap/demo\n", err="Error: exceeded quota", code=1)
+    with pytest.raises(UsageError, match="does not take") as refused:
+        submission.submit(launched(tmp_path, kubernetes=CLAIM), "kubernetes", None)
+    assert "exceeded quota" in refused.value.why
+    assert kubectl.calls[-1][:4] == ["delete", "configmap/demo", "--namespace", "team"]
+
+
+@pytest.mark.parametrize(
+    ("place", "program", "section"),
+    [
+        ("slurm", "sbatch", ""), ("kubernetes", "kubectl", "kubernetes: {claim: work}"),
+        ("skypilot", "sky", "skypilot: {volume: work}"),
+    ],
+)  # fmt: skip
+def test_a_cluster_that_refuses_is_told_in_three_lines_and_leaves_nothing(
+    place: str, program: str, section: str, tmp_path: Path, monkeypatch, shardwise
+) -> None:
+    """Also where the program is not there at all."""
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "r.yaml").write_text(f"model: org/model\ndata: rows.jsonl\nlaunch: {{{section}}}\n")
+    arguments = ("launch", "r.yaml", "--on", place, "--name", "demo")
+    Fake(tmp_path, program, monkeypatch).answer(err=f"{program}: error: no such queue\nmore words\n", code=1)
+    refused = shardwise(*arguments, cwd=tmp_path / "work")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    absent = shardwise(*arguments, cwd=tmp_path / "work")
+    for done, word in ((refused, "no such queue; more words"), (absent, f"'{program}' is not here")):
+        lines = done.stderr[done.stderr.index("error: ") :].splitlines()
+        if done is refused:  # the first line says that the model is not here
+            lines = done.stderr[done.stderr.index("\nerror: ") + 1 :].splitlines()
+        assert done.returncode == 2 and len(lines) == 3 and word in done.stderr, done.stderr
+        assert lines[1].startswith("  why: ") and lines[2].startswith(" hint: ")
+        assert [path.name for path in (tmp_path / "work").iterdir()] == ["r.yaml"]
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "$(touch x)", "latest", "launches", "-x", "a" * 121])
+def test_a_name_that_is_no_folder_is_refused_before_anything(name: str, tmp_path: Path, shardwise) -> None:
+    (tmp_path / "r.yaml").write_text("model: org/model\ndata: rows.jsonl\n")
+    done = shardwise("launch", "r.yaml", "--on", "slurm", f"--name={name}", "--dry-run", cwd=tmp_path)
+    assert done.returncode == 2 and "run name" in done.stderr and not done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["r.yaml"]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +199,9 @@ def test_a_dry_run_prints_what_would_be_submitted_and_writes_nothing(
 def test_several_recipes_are_an_array_and_only_slurm_has_those(tmp_path: Path, shardwise) -> None:
     (tmp_path / "r.yaml").write_text("model: org/model\ndata: rows.jsonl\n")
     done = shardwise("launch", "r.yaml", "r.yaml", "--on", "ray", cwd=tmp_path)
-    assert done.returncode == 2 and "job array" in done.stderr
+    assert done.returncode == 2 and "job array" in done.stderr and " hint: " in done.stderr
+    done = shardwise("launch", "r.yaml", "--on", "local", "--nodes", 2, cwd=tmp_path)
+    assert done.returncode == 2 and "this one machine" in done.stderr and " hint: " in done.stderr
 
 
 def test_a_sky_job_gets_its_secrets_by_name(sky: Fake, tmp_path: Path, monkeypatch) -> None:
@@ -196,3 +244,36 @@ def test_a_sky_job_is_cancelled_by_its_name(sky: Fake) -> None:
         ["jobs", "cancel", "--yes", "--graceful", "--name", "demo"],
         ["jobs", "cancel", "--yes", "--name", "demo"],
     ]
+
+
+def test_a_process_that_got_the_drivers_number_is_not_taken_for_it(tmp_path: Path) -> None:
+    from shardwise.runs.lock import holder_of
+
+    other = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    try:
+        me = holder_of(other.pid)
+        reused = f"{me.pid}@{me.host}@{me.started + 1}"
+        ray.cancel(reused, now=True)
+        assert other.poll() is None
+        assert ray.look(f"{me.pid}@{me.host}@{me.started}").state == "running"
+        assert ray.look(f"{me.pid}@elsewhere@{me.started}").state == "unknown"
+        with pytest.raises(UsageError, match="elsewhere"):
+            ray.cancel(f"{me.pid}@elsewhere@{me.started}", now=True)
+        ray.cancel(f"{me.pid}@{me.host}@{me.started}", now=True)
+        assert other.wait(10) == -9 and ray.look(f"{me.pid}@{me.host}@{me.started}").state == "ended"
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_a_cancel_that_cannot_be_says_so_and_leaves_no_mark(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = submission.submit(launched(tmp_path), "torchrun", None)
+    for now, word in ((False, "has not started"), (True, "at once")):
+        with pytest.raises(UsageError, match=word):
+            submission.cancel(found, now)
+    slurm = submission.Submission("demo", "slurm", "7", "nowhere", 0.0, found.folder)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(UsageError, match="squeue"):
+        submission.cancel(slurm, False)
+    assert not (found.folder / "cancelled").exists()

@@ -49,6 +49,30 @@ def test_slurm_script_runs_nothing_that_a_name_says(tmp_path: Path, monkeypatch)
     assert "--rdzv-endpoint=head:20007" in words and "--rdzv-id=7-0" in words
 
 
+@pytest.mark.parametrize("runtime", ["pyxis", "apptainer"])
+def test_a_container_gets_its_image_and_folders_as_single_words(
+    runtime: str, tmp_path: Path, monkeypatch
+) -> None:
+    evil = tmp_path / "$(touch x) y"
+    evil.mkdir()
+    monkeypatch.chdir(evil)
+    image = "$(touch z) image"
+    section = {"container": image, "container_runtime": runtime}
+    run = launched(tmp_path, gpus="8xH100-80GB", run_folder=str(evil / "runs"), cache="/c c", slurm=section)
+    words, _ = run_script(
+        slurm.render(run), tmp_path, SLURM_JOB_ID="7", SLURM_JOB_NODELIST="n[1-2]", MASTER_ADDR="head"
+    )
+    assert not [name for name in "xz" if (evil / name).exists() or (tmp_path / name).exists()]
+    if runtime == "pyxis":
+        assert f"--container-image={image}" in words and f"--container-workdir={evil}" in words
+        assert f"--container-mounts=/c c:/c c,{evil}:{evil}" in words
+    else:
+        first = words.index("apptainer")
+        assert words[first : first + 5] == ["apptainer", "exec", "--nv", "--pwd", str(evil)]
+        assert words[first + 5 : first + 10] == ["--bind", "/c c", "--bind", str(evil), image]
+    assert words[words.index("shardwise.launch.wrapper") - 2 :][:2] == ["python", "-m"]
+
+
 def test_torchrun_lines_run_nothing_that_a_name_says(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     run = launched(tmp_path, name="$(touch x)", python="python-stub", interface="`touch y`")
@@ -64,7 +88,7 @@ def test_ray_driver_is_python_whose_values_are_literals(tmp_path: Path) -> None:
     tree = ast.parse(ray.render(run))
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
     assert ast.literal_eval(names[0].value) == run.name
-    assert len([n for n in tree.body if isinstance(n, ast.Import)]) == 4  # os, sys, time, ray and no more
+    assert len([n for n in tree.body if isinstance(n, ast.Import)]) == 3  # os, sys, ray and no more
 
 
 @pytest.mark.parametrize("module", [slurm, torchrun, ray])
@@ -77,6 +101,15 @@ def test_an_sbatch_line_cannot_be_ended_by_its_value(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="double quote"):
         slurm.render(launched(tmp_path, slurm={"partition": 'a" --uid=0'}))
     assert '#SBATCH --partition="a b"' in slurm.render(launched(tmp_path, slurm={"partition": "a b"}))
+
+
+@pytest.mark.parametrize(
+    "option", ["--nodes=4", "-p gpu", "--wrap=touch x", "mem=0", "--Mem=0", "--mem=0\n#x"]
+)
+def test_an_option_of_sbatch_that_is_no_addition_is_refused(option: str, tmp_path: Path) -> None:
+    assert "#SBATCH --mem=0 " in slurm.render(launched(tmp_path, slurm={"options": ["--mem=0"]}))
+    with pytest.raises(RecipeError, match=r"launch.slurm.options|control character"):
+        slurm.render(launched(tmp_path, slurm={"options": [option]}))
 
 
 def test_g04_a_secret_is_named_and_never_written(tmp_path: Path, monkeypatch) -> None:

@@ -1,5 +1,6 @@
 """SkyPilot task files: what they say, and, where SkyPilot is installed, that it reads them."""
 
+import json
 import os
 import subprocess
 import sys
@@ -36,7 +37,22 @@ def test_a_run_folder_that_would_be_lost_is_refused(tmp_path: Path) -> None:
 
 
 SKY = Path(__file__).parents[3] / ".venv-sky" / "bin" / "python"
-READ = "import sys, sky\nfor path in sys.argv[1:]:\n    print(sky.Task.from_yaml(path))"
+READ = """
+import json, sys, sky
+for path in sys.argv[1:]:
+    try:
+        task = sky.Task.from_yaml(path)
+    except Exception as problem:
+        print(json.dumps({"refused": f"{problem}"}))
+        continue
+    (machine,) = task.resources
+    print(json.dumps({
+        "name": task.name, "nodes": task.num_nodes, "gpus": machine.accelerators, "spot": machine.use_spot,
+        "recovery": machine.job_recovery, "volumes": task.volumes,
+        "secrets": [one.name for one in task.managed_secret_refs],
+        "buckets": [store.name for store in task.storage_mounts.values()], "files": sorted(task.file_mounts or {}),
+    }))
+"""
 
 
 def read_by_sky(*paths: Path, home: Path) -> "subprocess.CompletedProcess[str]":
@@ -64,9 +80,25 @@ def test_sky_itself_reads_the_tasks_and_catches_a_mistake(tmp_path: Path) -> Non
         (run.folder / "recipe.yaml").write_text(run.recipe_text)
         paths.append(tmp_path / f"{number}.yaml")
         paths[-1].write_text(skypilot.render(run))
-    wrong = tmp_path / "wrong.yaml"
-    wrong.write_text(skypilot.render(gpus).replace("num_nodes", "num_node"))
-    done = read_by_sky(*paths, wrong, home=tmp_path)
-    assert done.stdout.count("nodes: 2") == 1 and "H100" in done.stdout, done.stderr
-    assert done.stdout.count("Task") == 2, "the two good ones are read"
-    assert done.returncode == 1 and "did you mean 'num_nodes'" in done.stderr
+    good = skypilot.render(gpus)
+    mistakes = {  # what is written instead -> what SkyPilot says
+        good.replace("num_nodes", "num_node"): "did you mean 'num_nodes'",
+        good.replace("use_spot: true", "spot: true"): "spot",
+        good.replace("use_spot: true", "use_spot: 7"): "7 is not of type 'boolean'",
+        good.replace("[75]", "[750]"): "750",
+        good.replace("num_nodes: 2", "num_nodes: two"): "two",
+    }
+    for number, text in enumerate(mistakes):
+        paths.append(tmp_path / f"wrong-{number}.yaml")
+        paths[-1].write_text(text)
+    done = read_by_sky(*paths, home=tmp_path)
+    first, second, *refused = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    recovery = {"max_restarts_on_errors": 3, "recover_on_exit_codes": [75]}
+    assert {key: first["recovery"][key] for key in recovery} == recovery
+    assert (first["name"], first["nodes"], first["gpus"], first["spot"]) == ("demo", 2, {"H100": 8}, True)
+    assert first["secrets"] == ["HF_TOKEN"] and list(first["volumes"].values()) == ["work"]
+    assert first["files"] == ["/shardwise/recipe.yaml"] and not first["buckets"]
+    assert (second["nodes"], second["gpus"], second["spot"], second["buckets"]) == (1, None, False, ["b"])
+    assert len(refused) == len(mistakes), done.stderr
+    for found, word in zip(refused, mistakes.values(), strict=True):
+        assert word in found.get("refused", "taken"), (word, found)

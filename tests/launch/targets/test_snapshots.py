@@ -19,8 +19,18 @@ from shardwise.launch.targets import kubernetes, ray, skypilot, slurm, torchrun
 SNAPSHOTS = Path(__file__).with_name("snapshots")
 GPUS = {"gpus": "8xH100-80GB", "fabric": "infiniband", "interface": "ib0", "environment": ["HF_TOKEN"]}
 SETUP = {"setup": ["module load cuda"]}
-PYXIS = {"partition": "gpu", "time_limit": "12:00:00", "container": "nvcr.io#nvidia/pytorch:26.10-py3"}
-CLAIM = {"claim": "work", "secret": "tokens", "limits": {"rdma/ib": "8"}, "node_selector": {"pool": "h100"}}
+PYXIS = {
+    "partition": "gpu", "options": ["--cpus-per-gpu=12", "--exclusive"], "time_limit": "12:00:00",
+    "container": "nvcr.io#nvidia/pytorch:26.10-py3",
+}  # fmt: skip
+CLAIM = {
+    "claim": "work",
+    "secret": "tokens",
+    "limits": {"rdma/ib": "8"},
+    "node_selector": {"pool": "h100"},
+    "tolerate": ["nvidia.com/gpu"],
+    "labels": {"kueue.x-k8s.io/queue-name": "team-a"},
+}
 # file -> what makes it, of which target, with which launch section
 FILES = {
     "job.sbatch": (slurm.render, {**GPUS, **SETUP, "slurm": {"partition": "gpu", "time_limit": "12:00:00"}}),
@@ -30,6 +40,12 @@ FILES = {
     ),
     "node.sh": (torchrun.render, {**GPUS, **SETUP, "preflight": True}),
     "driver.py": (ray.render, GPUS),
+    # and with no options of their own, on processors
+    "plain.sbatch": (slurm.render, {"nodes": 1}),
+    "plain-node.sh": (torchrun.render, {"nodes": 1}),
+    "plain-driver.py": (ray.render, {"preflight": True}),
+    "plain-jobset.yaml": (kubernetes.render, {"kubernetes": {"kind": "jobset", "claim": "work"}}),
+    "plain-task.yaml": (skypilot.render, {"nodes": 1, "skypilot": {"bucket": "b", "use_spot": False}}),
     "trainjob.yaml": (kubernetes.render, {**GPUS, "kubernetes": CLAIM}),
     "jobset.yaml": (kubernetes.render, {**GPUS, "kubernetes": {"kind": "jobset", **CLAIM}}),
     "task.yaml": (skypilot.render, {**GPUS, **SETUP, "skypilot": {"volume": "work"}}),
@@ -70,6 +86,7 @@ def test_generated_job_array(tmp_path: Path, monkeypatch) -> None:
     runs = [launched(tmp_path, name=name, **GPUS, slurm={"at_once": 1}) for name in ("low", "high")]
     folder = runs[0].folder.parent / "sweep"
     compare("array.sbatch", plain(slurm.render_array("sweep", runs, folder), tmp_path))
+    compare("array-task.sbatch", plain(slurm.render(runs[0], in_array=True), tmp_path))
 
 
 def test_recipes_that_ask_for_other_resources_are_no_array(tmp_path: Path) -> None:

@@ -76,8 +76,12 @@ def test_a_killed_node_rejoins_and_the_run_ends_right(
     resumed = [e.model_dump()["step"] for e in run.events("resume")]
     assert len(resumed) == 1 and resumed[0] % 10 == 0 and 0 < resumed[0] < STEPS
     assert run.state == "done" and losses(run) == whole_losses
-    for number in (0, 1):  # each node had its rows in a cache of its own before its rank started
-        assert any((tmp_path / f"cache-of-node-{number}").rglob("*.*")), "no rows were prepared there"
+    began = next(e.time for e in run.events("start"))
+    for number in (0, 1):  # each node had its rows in a cache of its own before the ranks started
+        rows = [
+            path for path in (tmp_path / f"cache-of-node-{number}" / "data").rglob("*.*") if path.is_file()
+        ]
+        assert rows and max(path.stat().st_mtime for path in rows) < began
     left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert str(run.path) not in left and sys.executable in left
 

@@ -5,7 +5,7 @@ import shlex
 import subprocess
 from pathlib import Path
 
-from shardwise.errors import MissingDependencyError, RecipeError, RunError
+from shardwise.errors import MissingDependencyError, RecipeError, RunError, UsageError
 from shardwise.launch.environment import variables
 from shardwise.launch.targets.parts import (
     PORT,
@@ -13,6 +13,7 @@ from shardwise.launch.targets.parts import (
     Launched,
     Seen,
     comment,
+    one_line,
     torchrun,
     wrapper,
     yaml,
@@ -61,6 +62,7 @@ kind: TrainJob
 metadata:
   name: {yaml(run.name)}
   namespace: {yaml(asked.namespace)}
+{_labels(run)}\
 spec:
   runtimeRef:
     name: {yaml(asked.runtime)}   # its torch policy hands torchrun nodes, ranks and rendezvous (PET_*)
@@ -73,19 +75,19 @@ spec:
     env:
 {_env(run, 6)}
 {_resources(run, 4, "resourcesPerNode")}\
-  runtimePatches:
+  runtimePatches:                     # what the runtime's pods get beside: volumes, time to save
     - manager: shardwise.io/launch
       trainingRuntimeSpec:
         template:
           spec:
             replicatedJobs:
-              - name: node
+              - name: node            # the runtime's own name of it, and of its container
                 template:
                   spec:
                     template:
                       spec:
 {_grace(run, 24)}
-{_selector(run, 24)}\
+{_selector(run, 24)}{_tolerations(run, 24)}\
                         containers:
                           - name: node
                             volumeMounts:
@@ -106,6 +108,7 @@ kind: JobSet
 metadata:
   name: {yaml(run.name)}
   namespace: {yaml(asked.namespace)}
+{_labels(run)}\
 spec:
   network:
     enableDNSHostnames: true            # the rendezvous is found by the first pod's name
@@ -136,7 +139,7 @@ spec:
             spec:
               restartPolicy: Never
 {_grace(run, 14)}
-{_selector(run, 14)}\
+{_selector(run, 14)}{_tolerations(run, 14)}\
               containers:
                 - name: node
                   image: {yaml(asked.image)}
@@ -209,7 +212,7 @@ def _resources(run: Launched, indent: int, key: str) -> str:
         return ""
     pad = " " * indent
     lines = "".join(f"{pad}    {yaml(name)}: {yaml(amount)}\n" for name, amount in limits.items())
-    return f"{pad}{key}:\n{pad}  limits:\n{lines}"
+    return f"{pad}{key}:\n{pad}  limits:           # requests are the same\n{lines}"
 
 
 def _grace(run: Launched, indent: int) -> str:
@@ -226,6 +229,19 @@ def _selector(run: Launched, indent: int) -> str:
         return ""
     pad = " " * indent
     return f"{pad}nodeSelector:\n" + "".join(f"{pad}  {yaml(k)}: {yaml(v)}\n" for k, v in labels.items())
+
+
+def _labels(run: Launched) -> str:
+    labels = run.recipe.launch.kubernetes.labels
+    lines = "".join(f"    {yaml(k)}: {yaml(v)}\n" for k, v in labels.items())
+    return f"  labels:\n{lines}" if labels else ""
+
+
+def _tolerations(run: Launched, indent: int) -> str:
+    keys = run.recipe.launch.kubernetes.tolerate
+    pad = " " * indent
+    lines = "".join(f"{pad}  - {{key: {yaml(key)}, operator: Exists}}\n" for key in keys)
+    return f"{pad}tolerations:\n{lines}" if keys else ""
 
 
 def _volume_mounts(run: Launched, indent: int) -> str:
@@ -259,11 +275,25 @@ def _indent(text: str, indent: int) -> str:
 
 
 def submit(script: Path, run: Launched) -> str:
-    """kubectl create, once the server has checked all of it; returns kind/namespace/name."""
-    _kubectl("create", "--dry-run=server", "--filename", str(script))
-    _kubectl("create", "--filename", str(script))
+    """kubectl create, once the server has checked all of it; returns kind/namespace/name.
+
+    Raises UsageError with kubectl's own words; what was created until then is deleted again.
+    """
     asked = run.recipe.launch.kubernetes
+    try:
+        _kubectl("create", "--dry-run=server", "--filename", str(script))
+        _create(script, asked.namespace)
+    except RunError as problem:
+        raise UsageError("Kubernetes does not take the manifest", problem.why, problem.hint) from None
     return f"{asked.kind}/{asked.namespace}/{run.name}"
+
+
+def _create(script: Path, namespace: str) -> None:
+    done = _run("create", "--filename", str(script), "--output", "name")
+    if done.returncode:
+        for created in done.stdout.split():
+            _run("delete", created, "--namespace", namespace, "--ignore-not-found", "--wait=false")
+        raise _failure("create", done.stderr)
 
 
 def look(job_id: str) -> Seen:
@@ -312,8 +342,16 @@ def cancel(job_id: str, now: bool) -> None:
 
 
 def _kubectl(*arguments: str) -> str:
+    """What it prints. Raises RunError when it fails."""
+    done = _run(*arguments)
+    if done.returncode:
+        raise _failure(arguments[0], done.stderr)
+    return done.stdout
+
+
+def _run(*arguments: str) -> "subprocess.CompletedProcess[str]":
     try:
-        done = subprocess.run(
+        return subprocess.run(
             ["kubectl", *arguments], capture_output=True, text=True, check=False, timeout=60
         )
     except FileNotFoundError:
@@ -322,6 +360,12 @@ def _kubectl(*arguments: str) -> str:
         ) from None
     except subprocess.TimeoutExpired:
         raise RunError("kubectl does not answer", "waited 60 s", "try: kubectl cluster-info") from None
-    if done.returncode:
-        raise RunError(f"kubectl {arguments[0]} failed", done.stderr.strip(), "mend it and submit again")
-    return done.stdout
+
+
+def _failure(verb: str, said: str) -> RunError:
+    hint = "is the cluster the right one? try: kubectl cluster-info"
+    if "already exists" in said:
+        hint = "choose another --name"
+    elif "no matches for kind" in said:
+        hint = "install Kubeflow Trainer 2.3 or newer, or JobSet, or choose the other launch.kubernetes.kind"
+    return RunError(f"kubectl {verb} failed", one_line(said), hint)

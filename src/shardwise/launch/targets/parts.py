@@ -46,8 +46,8 @@ class Launched:
     @property
     def size(self) -> str:
         """For a file's first line: '2 nodes x 8 H100-80GB'."""
-        gpus = self.recipe.launch.gpus
-        what = gpus.replace("x", " x ", 1) if gpus else f"{self.ranks_per_node} processor rank(s)"
+        gpus, ranks = self.recipe.launch.gpus, self.ranks_per_node
+        what = gpus.replace("x", " x ", 1) if gpus else f"{ranks} processor rank{'s' if ranks > 1 else ''}"
         return f"{self.nodes} node{'s' if self.nodes > 1 else ''} of {what}"
 
 
@@ -110,6 +110,12 @@ def clean(text: str) -> str:
             "write it in one line of printable characters",
         )
     return text
+
+
+def one_line(said: str) -> str:
+    """What a program wrote to standard error, for the `why:` of an error; its last words count most."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    return "; ".join(lines)[-1000:]
 
 
 def torchrun(

@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 from shardwise import __version__
-from shardwise.errors import MissingDependencyError, RecipeError, RunError
+from shardwise.errors import MissingDependencyError, RecipeError, RunError, UsageError
 from shardwise.facts.gpus import parse_offer
 from shardwise.launch.environment import variables
 from shardwise.launch.targets.parts import (
@@ -15,6 +15,7 @@ from shardwise.launch.targets.parts import (
     Seen,
     comment,
     continued,
+    one_line,
     require_environment,
     shell,
     torchrun,
@@ -56,9 +57,10 @@ def render(run: Launched) -> str:
     exports = "".join(
         f"  export {v.name}={shell(v.value)}   # {comment(v.reason)}\n" for v in variables(run.recipe)
     )
+    again = "".join(f"--secret {name} " for name in launch.environment)
     setup = "".join(f"  {comment(line)}\n" for line in launch.setup)
     return f"""# Run {comment(run.name)} on {comment(run.size)}. Written by: shardwise launch --on skypilot
-# Submit it again with: sky jobs launch {SCRIPT}
+# Submit it again with: sky jobs launch {again}{SCRIPT}
 name: {yaml(run.name)}
 num_nodes: {run.nodes}
 resources:
@@ -83,7 +85,8 @@ def _packages(run: Launched) -> str:
 
 def _resources(run: Launched) -> str:
     launch, asked = run.recipe.launch, run.recipe.launch.skypilot
-    lines = [f"  use_spot: {str(asked.use_spot).lower()}"]
+    why = "   # may be taken away: the managed job recovers and resumes" if asked.use_spot else ""
+    lines = [f"  use_spot: {str(asked.use_spot).lower()}{why}"]
     if launch.gpus is not None:
         offer = parse_offer(launch.gpus)
         name = NAMES.get(offer.gpu.name, offer.gpu.name)
@@ -122,18 +125,21 @@ def _storage(run: Launched) -> str:
 
 def _secrets(run: Launched) -> str:
     """Names alone: `sky jobs launch --secret NAME` takes the value from the shell."""
-    names = run.recipe.launch.environment
-    return "secrets:\n" + "".join(f"  {name}: null\n" for name in names) if names else ""
+    names = "".join(f"  {name}: null\n" for name in run.recipe.launch.environment)
+    return f"secrets:   # their values come from the shell that submits\n{names}" if names else ""
 
 
 def submit(script: Path, run: Launched) -> str:
     """sky jobs launch, which returns once the job is queued; returns the job's name.
 
-    Raises RecipeError for a secret that is not set here, RunError with sky's own words.
+    Raises RecipeError for a secret that is not set here, UsageError with sky's own words.
     """
     require_environment(run, "sky")
     secrets = [part for name in run.recipe.launch.environment for part in ("--secret", name)]
-    _sky("jobs", "launch", "--yes", "--detach-run", "--name", run.name, *secrets, str(script))
+    try:
+        _sky("jobs", "launch", "--yes", "--detach-run", "--name", run.name, *secrets, str(script))
+    except RunError as problem:
+        raise UsageError("SkyPilot does not take the job", problem.why, problem.hint) from None
     return run.name
 
 
@@ -173,5 +179,5 @@ def _sky(*arguments: str) -> str:
     except subprocess.TimeoutExpired:
         raise RunError("sky does not answer", f"waited {SECONDS} s", "try: sky api status") from None
     if done.returncode:
-        raise RunError(f"sky {arguments[1]} failed", done.stderr.strip()[-2000:], "try: sky check")
+        raise RunError(f"sky {arguments[1]} failed", one_line(done.stderr), "try: sky check")
     return done.stdout

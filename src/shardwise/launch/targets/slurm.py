@@ -1,11 +1,12 @@
 """Slurm: one sbatch script; srun starts one launcher per node, torchrun starts the node's ranks."""
 
+import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from shardwise.errors import MissingDependencyError, RecipeError, RunError
+from shardwise.errors import MissingDependencyError, RecipeError, RunError, UsageError
 from shardwise.launch.environment import variables
 from shardwise.launch.targets.parts import (
     RECIPE,
@@ -14,6 +15,7 @@ from shardwise.launch.targets.parts import (
     clean,
     comment,
     continued,
+    one_line,
     require_environment,
     shell,
     torchrun,
@@ -26,8 +28,11 @@ _WAITING = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"
 _RUNNING = {"RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT"}
 
 
-def render(run: Launched) -> str:
-    """The batch script. Raises RecipeError for a value that an #SBATCH line cannot hold."""
+def render(run: Launched, in_array: bool = False) -> str:
+    """The batch script; `in_array`: the one that a task of an array runs.
+
+    Raises RecipeError for a value that an #SBATCH line cannot hold.
+    """
     launch = run.recipe.launch
     python = shell(launch.python or ("python" if launch.slurm.container else sys.executable))
     step = _container(run) + continued(
@@ -39,7 +44,10 @@ def render(run: Launched) -> str:
     )
     exports = [f"export {v.name}={shell(v.value)}  # {comment(v.reason)}" for v in variables(run.recipe)]
     setup = [comment(line) for line in launch.setup]
-    between = "\n".join([*exports, *setup]) + ("\n" if exports or setup else "")
+    between = "".join(f"{line}\n" for line in [*exports, *setup])
+    job = "$SLURM_JOB_ID"
+    if in_array:  # one task, not all of it
+        job = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
     names = "".join(
         f"# {name} comes from the submitter's environment (--export=ALL)\n" for name in launch.environment
     )
@@ -51,19 +59,19 @@ def render(run: Launched) -> str:
 set -uo pipefail
 cd {shell(Path.cwd())}
 {between}
+# The first node keeps the rendezvous.
 export MASTER_ADDR=${{MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}}
-job=${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}   # one task of an array, not all of it
-job=${{job:-$SLURM_JOB_ID}}
 port=$((20000 + SLURM_JOB_ID % 20000))   # its own for each job: jobs may share a node
-attempt=$job-${{SLURM_RESTART_COUNT:-0}}   # a fresh rendezvous for every start
+job={job}
+restarts=${{SLURM_RESTART_COUNT:-0}}
+attempt=$job-$restarts   # a fresh rendezvous for every start
 outcome={shell(run.run_path / "logs")}/outcome-$attempt
 cancelled={shell(run.folder / CANCELLED)}
-restarts=${{SLURM_RESTART_COUNT:-0}}
 
 # Before the time limit Slurm sends USR1 to this shell: the steps save and stop.
 trap 'scancel --signal=TERM "$job"' USR1
 # One launcher per node. When one ends, the others have this long to finish their own save.
-srun --kill-on-bad-exit=0 --wait={launch.stop_seconds} {step} &
+srun --kill-on-bad-exit=0 --wait={launch.stop_seconds} {_cpus(run)}{step} &
 step=$!
 wait "$step"; code=$?
 while kill -0 "$step" 2>/dev/null; do wait "$step"; code=$?; done   # a signal ends `wait`, not the step
@@ -76,6 +84,11 @@ if [[ $code == 75 && ! -e $cancelled && $restarts -lt {launch.max_restarts} ]]; 
 fi
 exit "$code"
 """
+
+
+def _cpus(run: Launched) -> str:
+    """srun does not take --cpus-per-task over from sbatch since Slurm 22.05: a step would get one core."""
+    return "" if run.recipe.launch.gpus is not None else f"--cpus-per-task={run.ranks_per_node} "
 
 
 def render_array(name: str, runs: Sequence[Launched], folder: Path) -> str:
@@ -111,9 +124,14 @@ exec bash "$script" >> "$(dirname "$script")/slurm-$SLURM_ARRAY_JOB_ID.out" 2>&1
 
 
 def submit(script: Path, run: Launched) -> str:
-    """sbatch; returns the job's number. Raises RunError with sbatch's own words."""
+    """sbatch; returns the job's number. Raises UsageError with sbatch's own words."""
     require_environment(run, "sbatch")
-    return _slurm("sbatch", "--parsable", str(script)).split(";")[0].strip()
+    try:
+        return _slurm("sbatch", "--parsable", str(script)).split(";")[0].strip()
+    except RunError as problem:
+        raise UsageError(
+            "Slurm does not take the job", problem.why, "mend launch.slurm; partitions and limits: sinfo"
+        ) from None
 
 
 def look(job_id: str) -> Seen:
@@ -182,7 +200,30 @@ def _directives(run: Launched, name: str, folder: Path, output: str) -> str:
     ):
         if value is not None:
             lines.append((option, value, ""))
+    lines += _options(asked.options, {option for option, _, _ in lines})
     return "\n".join(_directive(option, str(value), why) for option, value, why in lines)
+
+
+def _options(asked: Sequence[str], taken: Collection[str]) -> list[tuple[str, str, str]]:
+    """What a person adds. Raises RecipeError for what is no long option, or is set by this file already."""
+    found = []
+    for text in asked:
+        option, _, value = text.partition("=")
+        if not re.fullmatch(r"--[a-z][a-z0-9-]*", option) or option in (
+            *taken,
+            "--array",
+            "--wrap",
+            "--export",
+        ):
+            raise RecipeError(
+                f"launch.slurm.options: {text!r} cannot be added",
+                "it is set by other keys of the recipe"
+                if option in taken
+                else "it is no option that may be added",
+                "write long options as sbatch has them: --name or --name=value",
+            )
+        found.append((option, value, "launch.slurm.options"))
+    return found
 
 
 def _directive(option: str, value: str, why: str) -> str:
@@ -248,7 +289,7 @@ def _slurm(*command: str) -> str:
         ) from None
     if done.returncode:
         raise RunError(
-            f"{' '.join(command[:2])} failed", done.stderr.strip() or f"exit code {done.returncode}",
-            "mend it and submit again",
+            f"{' '.join(command[:2])} failed", one_line(done.stderr) or f"exit code {done.returncode}",
+            "is slurmctld up? try: sinfo",
         )  # fmt: skip
     return done.stdout
