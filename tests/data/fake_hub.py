@@ -1,4 +1,4 @@
-"""As much of a Hugging Face hub as serves one dataset: listing, file facts, files with ranges."""
+"""As much of a Hugging Face hub as serves one dataset or model: listing, file facts, files with ranges."""
 
 import hashlib
 import json
@@ -24,9 +24,9 @@ class Hub:
 
 
 @contextmanager
-def serve(name: str, files: Mapping[str, bytes]) -> Iterator[Hub]:
-    """A hub that knows the dataset `name` (ORG/NAME)."""
-    hub = Hub("")
+def serve(name: str, files: Mapping[str, bytes], kind: str = "dataset") -> Iterator[Hub]:
+    """A hub that knows the dataset (or `kind` "model") `name` (ORG/NAME)."""
+    hub, place = Hub(""), "/datasets" if kind == "dataset" else ""
     entries = [
         {"type": "file", "path": path, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
         for path, data in files.items()
@@ -68,7 +68,7 @@ def serve(name: str, files: Mapping[str, bytes]) -> Iterator[Hub]:
             path, query = unquote(url.path), parse_qs(url.query)
             hub.log.append(f"{self.command} {path} {self.headers.get('Range') or ''}".strip())
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            api = f"/api/datasets/{name}"
+            api = f"/api/{kind}s/{name}"
             if path in (api, f"{api}/revision/main", f"{api}/revision/{COMMIT}"):
                 siblings = [{"rfilename": p} for p in files]
                 return self.tell({"id": name, "sha": COMMIT, "private": False, "siblings": siblings})
@@ -78,7 +78,7 @@ def serve(name: str, files: Mapping[str, bytes]) -> Iterator[Hub]:
                 asked = json.loads(body)["paths"] if body[:1] == b"{" else parse_qs(body.decode())["paths"]
                 return self.tell([e for e in entries if e["path"] in asked])
             for revision in ("main", COMMIT):
-                start = f"/datasets/{name}/resolve/{revision}/"
+                start = f"{place}/{name}/resolve/{revision}/"
                 if path.startswith(start) and path.removeprefix(start) in files:
                     return self.file(path.removeprefix(start))
             del query

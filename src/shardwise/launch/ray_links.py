@@ -49,7 +49,7 @@ def connect(address: str, environment: Mapping[str, str]) -> None:
         raise UsageError(
             f"no Ray cluster answers at '{address}'",
             " ".join(str(problem).split())[:300],
-            "start one (ray start --head), or name it in launch.ray.address",
+            "start one (ray start --head), or give its address (launch.ray.address, --ray ADDRESS)",
         ) from None
 
 

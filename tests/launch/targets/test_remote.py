@@ -84,10 +84,15 @@ def test_a_cluster_that_refuses_is_told_in_three_lines_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "$(touch x)", "latest", "launches", "-x", "a" * 121])
-def test_a_name_that_is_no_folder_is_refused_before_anything(name: str, tmp_path: Path, shardwise) -> None:
+def test_a_name_that_is_no_folder_is_refused_before_anything(name: str, tmp_path: Path, monkeypatch) -> None:
+    from click.testing import CliRunner
+
+    from shardwise.cli.main import cli
+
     (tmp_path / "r.yaml").write_text("model: org/model\ndata: rows.jsonl\n")
-    done = shardwise("launch", "r.yaml", "--on", "slurm", f"--name={name}", "--dry-run", cwd=tmp_path)
-    assert done.returncode == 2 and "run name" in done.stderr and not done.stdout
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(cli, ["launch", "r.yaml", "--on", "slurm", f"--name={name}", "--dry-run"])
+    assert isinstance(done.exception, UsageError) and "run name" in done.exception.what and not done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["r.yaml"]
 
 
