@@ -112,7 +112,7 @@ def _array(
     if dry_run:
         click.echo(slurm.render_array(name, runs, runs[0].folder.parent / name), nl=False)
         for run in runs:
-            text = slurm.render(run, in_array=True)
+            text = slurm.render(run, name)
             click.echo(f"\n# --- {run.folder / slurm.SCRIPT}\n{text}", nl=False)
         return 0
     found = submission.submit_array(name, runs, [plan for _, plan in decided])

@@ -132,7 +132,7 @@ def submit_array(
     Raises UsageError when a name is taken, and what Slurm says; nothing is left then.
     """
     folder = runs[0].folder.parent / name
-    texts = [slurm.render(run, in_array=True) for run in runs]
+    texts = [slurm.render(run, name) for run in runs]
     text = slurm.render_array(name, runs, folder)
     with _undone_on_error() as made:
         for run, plan_json, one in zip(runs, plans, texts, strict=True):

@@ -86,7 +86,7 @@ def test_generated_job_array(tmp_path: Path, monkeypatch) -> None:
     runs = [launched(tmp_path, name=name, **GPUS, slurm={"at_once": 1}) for name in ("low", "high")]
     folder = runs[0].folder.parent / "sweep"
     compare("array.sbatch", plain(slurm.render_array("sweep", runs, folder), tmp_path))
-    compare("array-task.sbatch", plain(slurm.render(runs[0], in_array=True), tmp_path))
+    compare("array-task.sbatch", plain(slurm.render(runs[0], "sweep"), tmp_path))
 
 
 def test_recipes_that_ask_for_other_resources_are_no_array(tmp_path: Path) -> None:

@@ -28,8 +28,8 @@ _WAITING = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"
 _RUNNING = {"RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT"}
 
 
-def render(run: Launched, in_array: bool = False) -> str:
-    """The batch script; `in_array`: the one that a task of an array runs.
+def render(run: Launched, array: str | None = None) -> str:
+    """The batch script; `array`: the name of the job array of which it is a task.
 
     Raises RecipeError for a value that an #SBATCH line cannot hold.
     """
@@ -45,15 +45,16 @@ def render(run: Launched, in_array: bool = False) -> str:
     exports = [f"export {v.name}={shell(v.value)}  # {comment(v.reason)}" for v in variables(run.recipe)]
     setup = [comment(line) for line in launch.setup]
     between = "".join(f"{line}\n" for line in [*exports, *setup])
-    job = "$SLURM_JOB_ID"
-    if in_array:  # one task, not all of it
+    job, head = "$SLURM_JOB_ID", _directives(run, run.name, run.folder, "slurm-%j.out")
+    if array is not None:  # of one task, not of all
         job = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+        head = f"# A task of the job array {comment(array)}, whose script has Slurm's options and starts this one."
     names = "".join(
         f"# {name} comes from the submitter's environment (--export=ALL)\n" for name in launch.environment
     )
     return f"""#!/bin/bash
 # Run {comment(run.name)} on {comment(run.size)}. Written by: shardwise launch --on slurm
-{_directives(run, run.name, run.folder, "slurm-%j.out")}
+{head}
 {names}
 # No -e: a failing step must reach the lines below that decide about a requeue.
 set -uo pipefail
