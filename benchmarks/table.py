@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
+NEXT = "## Cost of a step by tokens and layers"  # the section after all comparisons
 OURS = "shardwise"
 PACKAGES = {
     "transformers": "transformers",
@@ -114,11 +115,16 @@ def _row(record: dict, peer: str, runs: list[dict], ours: dict[int, dict]) -> st
 
 
 def write(record: dict, source: Path) -> None:
-    """Put the record's tables between its two markers in the docs."""
+    """Put the record's tables between its two markers in the docs; a record that is new gets a section of its own."""
     begin, end = f"<!-- {source.name} -->", f"<!-- end of {source.name} -->"
     page = DOCS.read_text(encoding="utf-8")
     if begin not in page or end not in page:
-        sys.exit(f"{DOCS} has no lines '{begin}' and '{end}' to write between")
+        if NEXT not in page:
+            sys.exit(
+                f"{DOCS} has neither lines '{begin}' and '{end}' to write between nor a section '{NEXT}'"
+            )
+        title = f"## Against peers, {record['settings']['threads']} threads"
+        page = page.replace(NEXT, f"{title}\n\n{begin}\n{end}\n\n{NEXT}", 1)
     before, rest = page.split(begin, 1)
     after = rest.split(end, 1)[1]
     DOCS.write_text(f"{before}{begin}\n{text(record)}\n{end}{after}", encoding="utf-8")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -23,9 +24,10 @@ from shardwise.training.checkpoint.saver import Saver
 from shardwise.training.checks import FirstSteps
 from shardwise.training.engines.protocol import Engine
 from shardwise.training.finite import NotFiniteError, Policy, check_gradient, check_loss
-from shardwise.training.meter import Meter, resident_bytes
+from shardwise.training.meter import LOOK_AHEAD, Meter, resident_bytes
 from shardwise.training.progress import Bar
 from shardwise.training.watch import EVALUATION_SECONDS, SAVE_SECONDS, Watch
+from shardwise.units import format_seconds
 
 
 @dataclass
@@ -104,6 +106,11 @@ def train(job: Job, start: int, bar: Bar) -> Totals:
             "rows of a stream that have passed are not read again",
             "use training.non_finite: skip, or stop and resume",
         )
+    lengths = getattr(job.train, "lengths", None)
+    if lengths is not None:  # those of a stream are not known beforehand
+        job.meter.choose(start, _largest_micro_batches(job, start, lengths))
+    if recipe.training.compile:
+        bar.say("compiling the layers in the first step: that takes from half a minute to a few minutes")
     first_steps = FirstSteps(engine, recipe)
     policy = Policy(recipe.training)
     step = start
@@ -124,6 +131,8 @@ def train(job: Job, start: int, bar: Bar) -> Totals:
                 job.watch.step_took(elapsed)
                 seconds, tokens = seconds + elapsed, tokens + order.tokens(step)
                 trained_tokens += order.trained_tokens(step)
+                if recipe.training.compile and first is None:
+                    bar.say(f"the first step took {format_seconds(elapsed)}, compilation included")
                 first = mean if first is None else first
                 if lead:
                     _log_step(job, step, mean, norm, rate, elapsed, used)
@@ -148,6 +157,17 @@ def train(job: Job, start: int, bar: Bar) -> Totals:
     return Totals(seconds, tokens, trained_tokens, first, mean, held_out, skipped)
 
 
+def _largest_micro_batches(job: Job, start: int, lengths: np.ndarray) -> list[int]:
+    """Tokens of this rank's largest micro-batch of every step that comes soon."""
+    order, ranks, size = job.order, job.engine.ranks, job.recipe.training.micro_batch_size
+    assert size != "auto"
+    found = []
+    for step in range(start, min(order.steps, start + LOOK_AHEAD)):
+        shares = order.micro_batches(step, ranks.rank, ranks.world_size, size)
+        found.append(max(sum(int(lengths[list(b)].sum()) for b in bins) for bins in shares))
+    return found
+
+
 def _update(job: Job, step: int, rate: float, first_steps: FirstSteps) -> tuple[float, float, bool]:
     """One optimizer step: (loss per trained token, gradient norm, whether a stop was asked for).
 
@@ -162,7 +182,7 @@ def _update(job: Job, step: int, rate: float, first_steps: FirstSteps) -> tuple[
     batches = [pack(job.train, bins) for bins in shares]
     losses: list[torch.Tensor] = []
     total = torch.zeros((), dtype=torch.float32, device=engine.device)
-    with job.meter.step(max(b.tokens for b in batches)):
+    with job.meter.step(max(b.tokens for b in batches), step):
         for i, batch in enumerate(batches):
             job.meter.phase("forward")
             job.watch.beat(step + 1, "forward")
