@@ -96,6 +96,11 @@ def measure(model: str, method: str, steps: int, cache: Path) -> dict[str, Any]:
         assert process.stdin is not None
         process.stdin.close()
         process.wait()
+    return summary(method, took)
+
+
+def summary(method: str, took: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """Rates after the first step, and what the first took."""
     rates = {name: [s["tokens"] / s["cpu_seconds"] for s in found[1:]] for name, found in took.items()}
     ratios = [on / off for on, off in zip(rates["on"], rates["off"], strict=True)]
     off, on = statistics.median(rates["off"]), statistics.median(rates["on"])
@@ -128,22 +133,26 @@ def main() -> None:
     if args.side:
         side(args.model, args.method, args.side == "on")
         return
+    found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as cache:
-        found = [measure(args.model, method, args.steps, Path(cache) / method) for method in args.methods]
-    result = {
+        for method in args.methods:
+            found.append(measure(args.model, method, args.steps, Path(cache) / method))
+            print(json.dumps({k: v for k, v in found[-1].items() if k != "steps"}), flush=True)
+            if args.out:
+                args.out.write_text(json.dumps(record(args.model, found), indent=1) + "\n")
+
+
+def record(model: str, found: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
         "kind": "compiled",
         "command": "python benchmarks/compiled.py --model FOLDER",
         "date": date.today().isoformat(),
         "platform": platform.platform(),
         "torch": version("torch"),
-        "model": Path(args.model).name,
+        "model": Path(model).name,
         "threads": 1,
         "methods": found,
     }
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    for one in found:
-        print(json.dumps({k: v for k, v in one.items() if k != "steps"}))
 
 
 if __name__ == "__main__":
