@@ -139,6 +139,10 @@ def _local(recipe: "Recipe", name: str | None, dry_run: bool) -> None:
         )
     if name is not None:
         recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"name": name})})
+    unused = [key for key in ("gpus", "python", "setup", "cache", "interface") if getattr(recipe.launch, key)]
+    if unused:
+        keys = ", ".join(f"launch.{key}" for key in unused)
+        click.echo(f"not used with --on local, which takes this machine as it is: {keys}", err=True)
     job = decide_and_show(recipe)
     if dry_run:
         click.echo("dry run: nothing was started")

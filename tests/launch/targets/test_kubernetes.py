@@ -149,6 +149,13 @@ def test_what_kubernetes_would_ignore_or_refuse_is_refused_here(tmp_path: Path) 
     assert "my-run" in refused.value.hint
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_python_of_the_image_can_be_named(kind: str, tmp_path: Path) -> None:
+    section = {"kind": kind, "claim": "work"}
+    text = kubernetes.render(launched(tmp_path, kubernetes=section, python="/opt/my env/bin/python"))
+    assert text.count('- "/opt/my env/bin/python"') == 1 and '- "python"' not in text
+
+
 def test_values_stay_strings_in_yaml(tmp_path: Path) -> None:
     evil = 'x", command: ["touch x"], y: "'
     text = kubernetes.render(launched(tmp_path, kubernetes={"claim": "work", "image": evil}))

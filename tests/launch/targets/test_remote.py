@@ -271,6 +271,21 @@ def test_a_process_that_got_the_drivers_number_is_not_taken_for_it(tmp_path: Pat
         other.wait()
 
 
+def test_a_driver_of_another_version_is_no_crash(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="names no driver"):
+        ray.look("1234")
+
+
+def test_what_a_place_has_no_use_for_is_refused_or_told(tmp_path: Path, shardwise) -> None:
+    with pytest.raises(RecipeError, match=r"launch\.setup"):
+        ray.render(launched(tmp_path, setup=["module load cuda"]))
+    (tmp_path / "r.yaml").write_text(
+        "model: ./none\ndata: rows.jsonl\nlaunch: {setup: [x], gpus: 8xH100-80GB}\n"
+    )
+    done = shardwise("launch", "r.yaml", "--on", "local", "--dry-run", cwd=tmp_path)
+    assert "not used with --on local" in done.stderr and "launch.gpus, launch.setup" in done.stderr
+
+
 def test_a_cancel_that_cannot_be_says_so_and_leaves_no_mark(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     found = submission.submit(launched(tmp_path), "torchrun", None)

@@ -54,8 +54,9 @@ data:
 def _trainjob(run: Launched) -> str:
     """The Trainer sets torchrun's rendezvous (PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR ...) itself."""
     asked = run.recipe.launch.kubernetes
-    command = [*wrapper(run, "python", f"{RECIPE_FOLDER}/{RECIPE}", f"trainjob-{run.name}", "$(SHARDWISE_ATTEMPT)",
-                        f"--directory {asked.mount}"), *torchrun(run, None, "")]  # fmt: skip
+    command = wrapper(run, _python(run), f"{RECIPE_FOLDER}/{RECIPE}", f"trainjob-{run.name}", "$(SHARDWISE_ATTEMPT)",
+                      f"--directory {asked.mount}")  # fmt: skip
+    command += torchrun(run, None, "")
     command = [part for part in command if not part.startswith(("--nnodes", "--nproc-per-node"))]
     return f"""apiVersion: trainer.kubeflow.org/v1alpha1
 kind: TrainJob
@@ -100,7 +101,7 @@ spec:
 def _jobset(run: Launched) -> str:
     """One Job of `nodes` pods; its first pod is the rendezvous, by the name JobSet's service gives it."""
     launch, asked = run.recipe.launch, run.recipe.launch.kubernetes
-    command = wrapper(run, "python", f"{RECIPE_FOLDER}/{RECIPE}", f"jobset-{run.name}", "$(SHARDWISE_ATTEMPT)",
+    command = wrapper(run, _python(run), f"{RECIPE_FOLDER}/{RECIPE}", f"jobset-{run.name}", "$(SHARDWISE_ATTEMPT)",
                       f"--directory {asked.mount}")  # fmt: skip
     command += torchrun(run, f"{run.name}-node-0-0.{run.name}:{PORT}", "$(SHARDWISE_ATTEMPT)")
     return f"""apiVersion: jobset.x-k8s.io/v1alpha2
@@ -182,6 +183,10 @@ def _check(run: Launched) -> None:
             "without a shared volume the run folder would vanish with its pods",
             "name a ReadWriteMany PersistentVolumeClaim",
         )
+
+
+def _python(run: Launched) -> str:
+    return shlex.quote(run.recipe.launch.python or "python")
 
 
 def _list(parts: list[str], indent: int) -> str:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from shardwise.errors import MissingDependencyError, UsageError
+from shardwise.errors import MissingDependencyError, RecipeError, UsageError
 from shardwise.launch.environment import variables
 from shardwise.launch.targets.parts import RECIPE, Launched, Seen, comment, require_environment
 from shardwise.runs.lock import Holder, holder_of
@@ -19,8 +19,14 @@ LOG = "driver.log"
 
 
 def render(run: Launched) -> str:
-    """The driver, a Python program: every value is a Python literal."""
+    """The driver, a Python program: every value is a Python literal. Raises RecipeError for `setup`."""
     launch = run.recipe.launch
+    if launch.setup:
+        raise RecipeError(
+            "launch.setup is not run on Ray",
+            "its workers are up already when a run comes",
+            "do it where the cluster is started: before ray start, or in setup_commands of its YAML",
+        )
     fixed = [f"{v.name!r}: {v.value!r},  # {comment(v.reason)}" for v in variables(run.recipe)]
     handed = [f"{name!r}: os.environ[{name!r}]," for name in launch.environment]
     secrets = f"""# Values come from this shell. Ray writes a runtime_env into its logs: these travel as an object.
@@ -129,8 +135,15 @@ def submit(script: Path, run: Launched) -> str:
 
 
 def _driver(job_id: str) -> Holder:
-    pid, host, started = job_id.split("@")
-    return Holder(int(pid), host, int(started), 0.0)
+    try:
+        pid, host, started = job_id.split("@")
+        return Holder(int(pid), host, int(started), 0.0)
+    except ValueError:
+        raise UsageError(
+            f"job '{job_id}' names no driver",
+            "it was launched by another version",
+            "look into its run folder",
+        ) from None
 
 
 def look(job_id: str) -> Seen:
