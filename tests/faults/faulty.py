@@ -75,7 +75,7 @@ class Going:
         for child in psutil.Process(self.process.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):  # some live only for a moment
                 if "shardwise.training.main" in " ".join(child.cmdline()):
-                    found[int(child.environ()["RANK"])] = child.pid
+                    found.setdefault(int(child.environ()["RANK"]), child.pid)  # not what it forks
         return [found[rank] for rank in sorted(found)]
 
     def everyone(self) -> list[int]:

@@ -344,6 +344,8 @@ def _tensors_in(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
 
 def _import_deepspeed(device: torch.device) -> Any:
     os.environ.setdefault("DS_ACCELERATOR", device.type)  # also on a machine with GPUs that trains on its CPU
+    # Without it DeepSpeed on processors starts numactl for every bucket of gradients, to count them.
+    os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
     for old_name in ("reduce_scatter_tensor", "all_gather_into_tensor"):  # DeepSpeed's to rename, per step
         warnings.filterwarnings("ignore", message=f".*{old_name}.*deprecated.*")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
