@@ -157,3 +157,19 @@ def test_a_node_that_does_not_come_is_named(tmp_path: Path) -> None:
     )  # fmt: skip
     _, said = node.communicate(timeout=60)
     assert node.returncode == 1 and "rank(s) 1 of 2 have not appeared" in said, said
+
+
+def test_a_run_on_this_machine_measures_its_ranks_first(
+    tmp_path: Path, tiny_model: Path, chat_file: Path, shardwise
+) -> None:
+    pytest.importorskip("torch")
+    from uninterrupted import STEPS, losses, recipe
+
+    from shardwise.runs import RunFolder
+
+    text = recipe(tiny_model, chat_file, 0, "{preflight: true}", processes="2")
+    (tmp_path / "r.yaml").write_text(text.replace(f"max_steps: {STEPS}", "max_steps: 2"))
+    done = shardwise("launch", "r.yaml", "--on", "local", "--name", "here", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "preflight: 2 ranks on 1 node, all answer" in done.stderr
+    assert len(losses(RunFolder(tmp_path / "runs" / "here"))) == 2
