@@ -1,6 +1,7 @@
 """What other programs' code does with memory, one mechanism at a time; published runs of programs without a table."""
 
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -102,6 +103,46 @@ def test_a_frozen_weight_in_fp32_is_remembered_in_16_bits_under_autocast() -> No
         **cells, param_dtype="fp32", source="litgpt", precision="bf16-mixed", fused_ce="chunked (128)"
     )
     assert wide / 6.74e9 == pytest.approx(6, rel=0.1)
+
+
+def test_inputs_of_old_4_bit_products_stay_for_all_layers_where_checkpoints_do_not_reenter() -> None:
+    """Of each of 32 layers: two normed inputs, attention's output and the MLP's 11,008 in 2 bytes."""
+    swift = {"source": "msswift", "model": "Qwen-7B-Chat", "method": "qlora", "seq_len": "2048", "precision": "bf16",
+             "micro_batch_per_gpu": "1", "fused_ce": "liger"}  # fmt: skip
+    more = allocated(**swift, quant="bnb nf4") - allocated(**swift | {"source": "axolotl"}, quant="bnb nf4")
+    assert more == pytest.approx(2048 * 32 * 2 * (3 * 4096 + 11008), rel=0.1)
+
+
+def test_a_checkpoint_that_does_not_reenter_misses_what_a_function_keeps_as_an_attribute() -> None:
+    """What bitsandbytes before 0.43 did."""
+    torch = pytest.importorskip("torch")
+
+    class Product(torch.autograd.Function):  # type: ignore[misc, name-defined]
+        @staticmethod
+        def forward(ctx: Any, x: Any, w: Any) -> Any:
+            ctx.tensors = x
+            return x @ w
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return grads[0] @ torch.eye(3), None
+
+    inputs: list[weakref.ref[Any]] = []
+
+    def layer(x: Any) -> Any:
+        doubled = x * 2
+        inputs.append(weakref.ref(doubled))
+        return Product.apply(doubled, torch.eye(3))
+
+    def alive(reenter: bool) -> int:
+        inputs.clear()
+        h = torch.ones(7, 3).requires_grad_(True)
+        for _ in range(4):
+            h = torch.utils.checkpoint.checkpoint(layer, h, use_reentrant=reenter)
+        gc.collect()
+        return sum(ref() is not None for ref in inputs)
+
+    assert (alive(reenter=True), alive(reenter=False)) == (0, 4)
 
 
 def test_paged_states_are_not_on_the_device() -> None:

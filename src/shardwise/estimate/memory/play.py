@@ -144,16 +144,21 @@ def _played(q: Question) -> list[tuple[str, bool, int]]:
     return found
 
 
+def _four_bit_inputs(q: Question) -> int:
+    """Bytes of the inputs of one layer's 4-bit products; q, k and v share theirs, and so do gate and up."""
+    b = q.block
+    if not any(m.quantised for m in b.attention_in):
+        return 0
+    mlp = b.mlp_out.inputs if b.mlp_out is not None else 0
+    norms = 1 if b.parallel and b.norms == 1 else 2
+    return q.tokens * (norms * b.hidden + b.attention_out.inputs + mlp) * q.widths.compute
+
+
 def _outlived(q: Question) -> int:
     """Bytes of the step before that live until this one's logits are there: its logits, and what 4-bit products
     keep of their inputs outside autograd's books."""
-    b = q.block
-    kept = 0
-    if q.trainer.quantised_inputs and any(m.quantised for m in b.attention_in):
-        mlp = b.mlp_out.inputs if b.mlp_out is not None else 0
-        norms = 1 if b.parallel and b.norms == 1 else 2  # q, k and v share their input, and so do gate and up
-        kept = (norms * b.hidden + b.attention_out.inputs + mlp) * q.layers * q.widths.compute
-    return q.tokens * (kept + q.vocabulary * (q.trainer.logits_bytes or q.widths.compute))
+    kept = _four_bit_inputs(q) * q.layers if q.trainer.quantised_inputs else 0
+    return kept + q.tokens * q.vocabulary * (q.trainer.logits_bytes or q.widths.compute)
 
 
 def _weight_names(q: Question) -> list[str]:
@@ -191,6 +196,7 @@ def _layers_forward(sheet: Sheet, forward: Forward, q: Question, h: Paper) -> li
             out.needs_grad = True
             if q.checkpointing == "selective":  # and what attention kept: its inputs are made again, not it
                 sheet.add(forward.kept_when_selective(), "activations")
+            sheet.add(_four_bit_inputs(q) if q.trainer.unhooked_inputs else 0, "activations")
             if q.trainer.offloads_activations:
                 sheet.remove(segment.entry.bytes, segment.entry.term)
         segment.exit = h = out
@@ -260,6 +266,7 @@ def _recompute(sheet: Sheet, forward: Forward, q: Question, segment: _Segment) -
     grad, segment.exit.grad = segment.exit.grad, None
     if q.checkpointing == "selective":
         sheet.remove(forward.kept_when_selective(), "activations")
+    sheet.remove(_four_bit_inputs(q) if q.trainer.unhooked_inputs else 0, "activations")
     out = forward.layer(entry, segment.name)
     out.grad = grad
     sheet.drop(out)

@@ -165,8 +165,12 @@ def _transformers(trainer: Trainer, text: Mapping[str, str], source: str, family
     no_float = method == "qlora" and "storage" not in quant and "pure" not in precision
     if no_float or (method == "lora" and source in FP32_ADAPTERS):
         trainer = replace(trainer, adapter_bytes=4)
+    # swift checkpoints without re-entering since torch 2.1 (swift/llm/utils/model.py), with bitsandbytes before 0.43
+    old = source == "msswift" and "bnb" in quant and text.get("act_ckpt", "none") != "none"
     return replace(
         trainer,
+        quantised_inputs=trainer.quantised_inputs or old,
+        unhooked_inputs=old,
         looped_experts=re.search(r"scattermoe|grouped", text.get("notes", "")) is None,
         outlived_recomputation=_first_fsdp(text) and method != "full" and _reentrant(text, source),
         adapter_dropout=source in DROPS_OUT and "method_comparison" not in text.get("source_path", ""),
@@ -198,5 +202,10 @@ def _reentrant(text: Mapping[str, str], source: str) -> bool:
     """
     kind = text.get("act_ckpt", "none")
     inside = source in ("fsdp_qlora", "llama-recipes")
-    other = inside or "non-reentrant" in kind or (source == "peft" and text.get("method") == "lora")
+    other = (
+        inside
+        or source == "msswift"
+        or "non-reentrant" in kind
+        or (source == "peft" and text.get("method") == "lora")
+    )
     return kind.startswith("full") and not other

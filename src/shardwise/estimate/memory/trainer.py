@@ -47,6 +47,9 @@ class Trainer:
       bytes per quantised element; None: NF4 as bitsandbytes stores it.
     quantised_inputs
       4-bit products keep their input (bitsandbytes before 0.43).
+    unhooked_inputs
+      they keep it as an attribute, so that a checkpoint that is not re-entrant does not see it and the inputs of all
+      layers stay.
     quantised_head
       the output matrix is in 4 bits too.
     outlived_recomputation
@@ -128,6 +131,7 @@ class Trainer:
     quantised_experts: bool = False
     quantised_bytes: float | None = None
     quantised_inputs: bool = False
+    unhooked_inputs: bool = False
     quantised_head: bool = False
     outlived_recomputation: bool = False
     dequantised_twice: bool = False
