@@ -27,7 +27,7 @@ from shardwise.rules import situation
 from shardwise.training.trace.report import stack_of, trace_recipe
 
 TARGET = Path(__file__).parents[1] / "measurements" / "composition.json"
-PHASES = ("forward", "loss", "backward", "step")
+PHASES = ("forward", "loss", "backward", "step", "evaluation", "save")
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ def compare(case: Case, root: Path, cache: Path | None = None) -> dict[str, Any]
         "traced_bytes": peak,
         "planned_bytes": plan.allocated_bytes,
         "peak_error": plan.allocated_bytes / peak - 1,
-        "phase_errors": {name: plan.phases[name] / size - 1 for name, size in sizes.items()},
+        "phase_errors": {name: plan.phases[name] / size - 1 if size else 0.0 for name, size in sizes.items()},
         "seconds": trace["seconds"],
         "_trace": trace,
         "_plan": plan,

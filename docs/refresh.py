@@ -1,5 +1,7 @@
 """Run the planning commands of README.md again and write what they print: `python docs/refresh.py`.
 
+The rules of thumb in docs/memory.md are derived again from the estimator.
+
 A line `...` in a block stands for lines that are left out; as many before and after it are kept as there were.
 """
 
@@ -9,6 +11,8 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+
+import thumb
 
 README = Path(__file__).parents[1] / "README.md"
 BLOCK = re.compile(r"(^```console\n\$ (shardwise plan [^\n]*)\n)(.*?)(^```)", re.M | re.S)
@@ -36,3 +40,4 @@ def renewed(match: re.Match[str]) -> str:
 
 if __name__ == "__main__":
     README.write_text(BLOCK.sub(renewed, README.read_text()))
+    thumb.PAGE.write_text(thumb.renewed(thumb.PAGE.read_text()))

@@ -84,7 +84,7 @@ def plan(model: str, as_json: bool, explain: bool, write: str | None, **flags: A
     if write is not None:
         _write(write, model, result, flags)
     if as_json:
-        click.echo(json.dumps(plan_json(result), indent=2))
+        click.echo(json.dumps(plan_json(result, explain), indent=2))
     else:
         click.echo(plan_text(result, explain), nl=False)
     if write is not None:

@@ -16,7 +16,7 @@ import click
 def trace(
     recipe_file: str, settings: tuple[str, ...], processes: int | None, device: str, as_json: bool
 ) -> None:
-    """Record one optimizer step of RECIPE on fake tensors: live bytes per phase and term.
+    """Record one optimizer step of RECIPE on fake tensors, an evaluation and a save: live bytes per phase and term.
 
     Nothing is downloaded, no weights are read, no GPU is needed; the model's config must be in a local folder.
     Engines are the real ones, with ranks that are not there; of ddp the reducer is a stand-in.

@@ -3,12 +3,19 @@
 from typing import Any
 
 from shardwise.plan.search import Answer, Option, engine_name
+from shardwise.report.plan_formula import formula_json
 from shardwise.report.plan_text import assumptions, recommendation, rule_of_thumb
 
 
-def plan_json(answer: Answer) -> dict[str, Any]:
-    """The answer as plain values: bytes, seconds, dollars."""
+def plan_json(answer: Answer, explain: bool = False) -> dict[str, Any]:
+    """The answer as plain values: bytes, seconds, dollars. `explain` adds the formula of the recommended option's
+    memory (of the first one's, where none is recommended) as `memory_formula`.
+    """
     q = answer.question
+    first = answer.recommended or (answer.options[0] if answer.options else None)
+    formula = {}
+    if explain and first is not None:
+        formula["memory_formula"] = formula_json(q.shape, first.plan.stack)
     return {
         "model": {
             "source": q.shape.source,
@@ -42,6 +49,7 @@ def plan_json(answer: Answer) -> dict[str, Any]:
         "assumptions": assumptions(answer),
         "tried": answer.tried,
         "notes": [*q.shape.notes, *answer.notes],
+        **formula,
     }  # fmt: skip
 
 
@@ -72,6 +80,7 @@ def option_json(option: Option) -> dict[str, Any]:
             "host_bytes_per_node": m.host_bytes_per_node,
             "disk_bytes_per_node": m.disk_bytes_per_node,
             "peak_phase": m.peak_phase,
+            "phases": m.phases,
             "source": m.source,
             "terms": [{"name": t.name, "bytes": t.bytes, "formula": t.formula} for t in m.terms],
         },

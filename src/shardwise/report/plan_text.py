@@ -7,6 +7,7 @@ from shardwise.estimate.stack import Stack
 from shardwise.facts.model import ModelShape
 from shardwise.plan.model import Plan
 from shardwise.plan.search import Answer, Option, Rejected, engine_name
+from shardwise.report.plan_formula import formula_lines
 from shardwise.report.plan_table import seconds_range, table, usd_range
 from shardwise.units import format_bytes, format_count, format_gb, format_seconds, format_usd
 
@@ -15,7 +16,7 @@ def plan_text(answer: Answer, explain: bool = False) -> str:
     """The whole answer, most important things first; `explain` adds every term with its formula."""
     parts = [_model(answer), _rules(answer.question.shape), _recommendation(answer), table(answer)]
     if explain and answer.options:
-        parts.append(_explanation(answer.recommended or answer.options[0]))
+        parts.append(_explanation(answer, answer.recommended or answer.options[0]))
     parts += [_methods(answer), _front(answer), _rejected(answer), _least(answer)]
     parts += [_assumptions(answer), _notes(answer)]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -180,7 +181,7 @@ def _recommendation(answer: Answer) -> str:
     return "recommended:\n  " + recommendation(answer)
 
 
-def _explanation(option: Option) -> str:
+def _explanation(answer: Answer, option: Option) -> str:
     plan = option.plan
     m = plan.memory
     lines = [f"memory of {option.label}, peak in phase '{m.peak_phase}' ({m.source}):"]
@@ -194,6 +195,7 @@ def _explanation(option: Option) -> str:
     )
     lines.append(f"  {'host per node':15} {format_bytes(m.host_bytes_per_node):>10}")
     lines.append(f"  {'disk per node':15} {format_bytes(m.disk_bytes_per_node):>10}")
+    lines += formula_lines(answer.question.shape, plan.stack, m)
     speed = plan.speed
     lines.append(f"time of a step of {speed.tokens_per_step:,} tokens: {format_seconds(speed.step_seconds)}, "
                  f"bound by {speed.bound_by}:")  # fmt: skip

@@ -108,6 +108,10 @@ def chunked_cross_entropy(
     softcap: float | None = None,
 ) -> torch.Tensor:
     """Sum (not mean) of the cross-entropy of N positions, a scalar in fp32. Empty input gives 0."""
+    if (
+        not torch.is_grad_enabled()
+    ):  # the function is told what requires a gradient, not that nobody wants one
+        hidden_NH, weight_VH = hidden_NH.detach(), weight_VH.detach()
     result: torch.Tensor = _LinearCrossEntropy.apply(hidden_NH, weight_VH, targets_N, scale, softcap)
     return result
 

@@ -87,7 +87,7 @@ def test_nothing_is_left_alive_that_a_step_does_not_keep():
 
 
 def test_moments_between_played_layers_lie_below_the_played_ones():
-    from shardwise.estimate.memory.formula import _question
+    from shardwise.estimate.memory.formula import question_of
     from shardwise.estimate.memory.play import play
 
     for method in ("full", "lora"):
@@ -98,7 +98,7 @@ def test_moments_between_played_layers_lie_below_the_played_ones():
                     method=method, sharding=sharding, world_size=1 if sharding == "single" else 8, gpus_per_node=8,
                     activation_checkpointing=checkpointing, sequence_length=512,
                 )  # fmt: skip
-                question = _question(llama, stack, OURS)
+                question = question_of(llama, stack, OURS)
                 short, long = play(question).peaks, play(replace(question, every_layer=True)).peaks
                 assert short == pytest.approx(long, rel=1e-9), (method, checkpointing, sharding)
 

@@ -39,6 +39,7 @@ class Forward:
 
     def linear(self, x: Paper, m: Matrix) -> Paper:
         """x @ W.T (+ b), and the adapter's low-rank update where there is one."""
+        self.sheet.place = m.name
         sheet, w, tokens = self.sheet, self.w, self.tokens
         if m.rank and self.trainer.kernels and w.adapter == w.compute and not self.hooked:
             return self._adapted(x, m)
@@ -90,6 +91,7 @@ class Forward:
 
     def _gated(self, gate: Paper, up: Paper, m: Matrix) -> Paper:
         """Our kernel: (silu(gate) * up) W'; the product is made again in the backward."""
+        self.sheet.place = m.name
         sheet, c, name = self.sheet, self.w.compute, f"{self.layer_name}{m.name}"
         if m.quantised or self.hooked:
             product = sheet.op(gate.bytes, [gate, up], [gate, up], backward_scratch=gate.bytes)
@@ -163,6 +165,7 @@ class Forward:
 
     def norm(self, x: Paper, width: int, rows: int, name: str) -> Paper:
         """RMS norm as transformers writes it (fp32 inside), or one fused kernel; layer norm is always fused."""
+        self.sheet.place = name
         sheet, block = self.sheet, self.block
         trained = [(f"{self.layer_name}{name}", width * self.w.weight)] if block.trained else []
         full, out = rows * width * 4, rows * width * (x.bytes // (rows * width))
@@ -195,6 +198,7 @@ class Forward:
 
     def attend(self, q: Paper, k: Paper, v: Paper) -> Paper:
         """Scaled dot-product attention: flash keeps q, k, v, the output and one fp32 per head and token."""
+        self.sheet.place = "attention"
         sheet, b, tokens = self.sheet, self.block, self.tokens
         size = tokens * b.heads * b.head_dim * self.w.compute
         if self.attention == "eager":
@@ -310,6 +314,7 @@ class Forward:
                     q = normed
                 else:
                     k = normed
+        sheet.place = "rotary"
         if len(parts) == 3:
             turned = [sheet.op(t.bytes, [t], scratch=2 * t.bytes, backward_early=2 * t.bytes) for t in (q, k)]
             sheet.drop(q, k)
@@ -370,6 +375,7 @@ class Forward:
                 x = self.norm(h, b.hidden, self.tokens, "norm2")
             out = self.mlp(x)
             sheet.drop(x)
+            sheet.place = "residual"
             mid = sheet.op(h.bytes, [attended, out], alias=True)
             sheet.drop(attended, out)
             total = sheet.op(h.bytes, [h, mid], alias=True)
@@ -380,6 +386,7 @@ class Forward:
             normed = self.norm(attended, b.hidden, self.tokens, "norm1b")
             sheet.drop(attended)
             attended = normed
+        sheet.place = "residual"
         mid = sheet.op(h.bytes, [h, attended], alias=True)
         sheet.drop(attended)
         x = self.norm(mid, b.hidden, self.tokens, "norm2")
@@ -389,6 +396,7 @@ class Forward:
             normed = self.norm(out, b.hidden, self.tokens, "norm2b")
             sheet.drop(out)
             out = normed
+        sheet.place = "residual"
         total = sheet.op(h.bytes, [mid, out], alias=True)
         sheet.drop(mid, out)
         return total

@@ -53,6 +53,7 @@ def _in_turn(forward: "Forward", x: Paper, rows: int) -> Paper:
 def experts(forward: "Forward", x: Paper) -> Paper:
     """Routed experts: every token is copied once per expert it visits; each visit passes a gated MLP."""
     sheet, b = forward.sheet, forward.block
+    sheet.place = "experts"
     rows = forward.tokens * b.experts_per_token
     sheet.flash(forward.tokens * b.experts * 4)  # router probabilities
     if forward.trainer.looped_experts:

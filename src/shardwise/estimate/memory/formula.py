@@ -11,10 +11,11 @@ from shardwise.estimate.memory.around import around
 from shardwise.estimate.memory.fixed import fixed_bytes, reserved_bytes
 from shardwise.estimate.memory.host import disk_bytes_per_node, host_bytes_per_node
 from shardwise.estimate.memory.layer import Widths, block_of
+from shardwise.estimate.memory.moments import moments, played, update
 from shardwise.estimate.memory.paper import Sheet
-from shardwise.estimate.memory.play import Question, play
+from shardwise.estimate.memory.play import Question
 from shardwise.estimate.memory.reserved import replayed_bytes
-from shardwise.estimate.memory.states import UPDATE_TEMPORARIES, Held, held
+from shardwise.estimate.memory.states import Held, held
 from shardwise.estimate.memory.terms import PHASES, TERMS, MemoryEstimate, MemoryTerm
 from shardwise.estimate.memory.trainer import OURS, OURS_FULL_LOSS, Trainer
 from shardwise.estimate.stack import Stack
@@ -54,17 +55,12 @@ def estimate_memory(shape: ModelShape, stack: Stack, trainer: Trainer | None = N
 
     Ignores: unequal shards (below 0.1 %), scratch memory inside kernels other than those stated.
     """
-    trainer = trainer or _ours(stack)
+    trainer = trainer or ours(stack)
     states = held(shape, stack, trainer)
-    question = _question(shape, stack, trainer)
-    sheet = _play(question)
-    static = states.weights + states.masters + states.optimizer + states.gradients
-    phases = {phase: static + sheet.peaks.get(phase, 0) for phase in ("forward", "loss", "backward")}
-    step_terms = _step(sheet, states, stack, trainer)
-    phases["step"] = static + sum(step_terms.values())
-    phases["load"] = _load(states, stack, trainer)
-    peak_phase = max(phases, key=lambda p: phases[p])
-    moving = step_terms if peak_phase == "step" else sheet.at_peak.get(peak_phase, {})
+    question = question_of(shape, stack, trainer)
+    sheet = played(question)
+    found = moments(states, question, stack, shape)
+    phases, peak_phase, states = found.phases, found.peak_phase, found.states
     allocated = phases[peak_phase]
     proven = shape.model_type in PROVEN and not shape.is_moe and trainer.name == OURS.name
     proven = proven and stack.sharding != "zero3"  # what its prefetcher gathers when is not played
@@ -73,7 +69,7 @@ def estimate_memory(shape: ModelShape, stack: Stack, trainer: Trainer | None = N
         allocated_bytes=allocated,
         peak_phase=peak_phase,
         phases={p: phases[p] for p in PHASES if p in phases},
-        terms=_terms(states, moving, shape, stack, trainer),
+        terms=_terms(found.sizes, states, shape, stack, trainer),
         reserved_bytes=reserved_bytes(allocated, stack),
         fixed_bytes=fixed_bytes(stack),
         host_bytes_per_node=host_bytes_per_node(shape, stack, states.host + states.paged),
@@ -124,21 +120,16 @@ def reserved_without_expandable_segments(
     shape: ModelShape, stack: Stack, trainer: Trainer | None = None, lengths: tuple[float, ...] = ()
 ) -> int:
     """Bytes the caching allocator maps when segments cannot grow: torch's default, and what most runs do."""
-    trainer = trainer or _ours(stack)
+    trainer = trainer or ours(stack)
     states = held(shape, stack, trainer)
-    question = _question(shape, stack, trainer)
-    temporaries = _step(_play(question), states, stack, trainer).get("temporaries", 0)
+    question = question_of(shape, stack, trainer)
+    temporaries = update(played(question), states, stack, trainer).get("temporaries", 0)
     return replayed_bytes(shape, states, question, temporaries, lengths or (1.0, 1.0))
 
 
-def _ours(stack: Stack) -> Trainer:
+def ours(stack: Stack) -> Trainer:
     trainer = OURS if stack.loss == "chunked" else OURS_FULL_LOSS
     return replace(trainer, compiled=True) if stack.compile else trainer
-
-
-@lru_cache(maxsize=16384)
-def _play(question: Question) -> Sheet:
-    return play(question)
 
 
 @lru_cache(maxsize=64)
@@ -147,7 +138,7 @@ def _undivided(trainer: Trainer) -> Trainer:
     return replace(trainer, splits_documents=False)
 
 
-def _question(shape: ModelShape, stack: Stack, trainer: Trainer) -> Question:
+def question_of(shape: ModelShape, stack: Stack, trainer: Trainer) -> Question:
     trainer = _undivided(trainer) if stack.documents == 1 and trainer.splits_documents else trainer
     c = 2 if stack.precision == "bf16" else 4
     # FSDP2 computes on gathered copies in compute dtype, and so are the gradients before they are reduced.
@@ -166,7 +157,7 @@ def _question(shape: ModelShape, stack: Stack, trainer: Trainer) -> Question:
         vocabulary=shape.vocab_size,
         tied=shape.tie_word_embeddings,
         tokens=stack.tokens_per_micro_batch,
-        labelled=_labelled(stack),
+        labelled=labelled_tokens(stack),
         sequence=stack.sequence_length,
         widths=Widths(c, residual, weight, c if trainer.autocast else adapter, adapter),
         trainer=trainer,
@@ -181,48 +172,14 @@ def _question(shape: ModelShape, stack: Stack, trainer: Trainer) -> Question:
     )
 
 
-def _labelled(stack: Stack) -> int:
+def labelled_tokens(stack: Stack) -> int:
     """Positions of the fullest micro-batch that go through the output matrix in our step."""
     tokens = stack.tokens_per_micro_batch
     return tokens if stack.labelled_tokens is None else min(tokens, stack.labelled_tokens)
 
 
-def _load(states: Held, stack: Stack, trainer: Trainer) -> int:
-    """Weights arrive: those that stay, and where a trainer shards on the device, the whole model beside them."""
-    weights = states.weights + states.masters
-    whole = trainer.loads and trainer.name != OURS.name and stack.offload_parameters == "none"
-    if whole and stack.sharding in ("fsdp2", "zero3"):
-        return int(states.weights * stack.dp_shard * trainer.loads)
-    return weights
-
-
-def _step(sheet: Sheet, states: Held, stack: Stack, trainer: Trainer) -> dict[str, int]:
-    """What lives, beyond `states`, at the optimizer's worst moment."""
-    ours = trainer.name == OURS.name and stack.device == "cpu" and stack.optimizer == "adamw"
-    fused = trainer.fused_optimizer or (ours and not stack.sharding.startswith("zero"))
-    temporaries = 0.0 if fused else UPDATE_TEMPORARIES.get(stack.optimizer, 0.0)
-    elements = states.update_elements
-    if stack.offload_optimizer != "none":
-        engine = sheet.terms["engine"] if stack.sharding != "fsdp2" else 0
-        return {"gradients": sheet.terms["gradients"], "engine": engine}
-    state = temporaries * (trainer.state_bytes / 4 if trainer.whole_step else 1) * elements
-    # Our updater turns one bucket of bf16 gradients into fp32 at a time: +4 for the copy, -2 for what it replaces.
-    copied = 0
-    if stack.sharding in ("zero1", "zero2", "zero3"):
-        if stack.gradient_accumulation_steps == 1 or not trainer.kernels:  # else they are in fp32 already
-            copied = 4 * elements  # this rank's gradients in fp32, all at once
-    elif states.masters and stack.sharding in ("single", "ddp") and stack.gradient_accumulation_steps == 1:
-        copied = (2 if stack.sharding == "single" else 4) * elements
-    return {
-        "gradients": sheet.terms["gradients"] + copied,
-        "engine": sheet.terms["engine"] if stack.sharding not in ("fsdp2",) else 0,
-        "temporaries": int(state),
-        "inputs": sheet.terms["inputs"],
-    }
-
-
 def _terms(
-    states: Held, moving: dict[str, int], shape: ModelShape, stack: Stack, trainer: Trainer
+    sizes: dict[str, int], states: Held, shape: ModelShape, stack: Stack, trainer: Trainer
 ) -> tuple[MemoryTerm, ...]:
     tokens = stack.tokens_per_micro_batch
     words = dict(states.words)
@@ -235,7 +192,7 @@ def _terms(
     words["activations"] = (
         f"{checkpoint}: {shape.num_hidden_layers} layers x {tokens:,} tokens x hidden {shape.hidden_size}"
     )
-    labelled = _labelled(stack)
+    labelled = labelled_tokens(stack)
     logits = trainer.loss_tokens(labelled, shape.vocab_size)
     words["loss"] = (
         f"logits of {logits:,} of {labelled:,} labelled tokens x vocabulary {shape.vocab_size:,} at a time"
@@ -245,11 +202,4 @@ def _terms(
     words["engine"] = f"buffers and gathered weights of {stack.sharding} over {stack.world_size} ranks"
     words["temporaries"] = "gradients on their way, recomputed values, the optimizer's scratch"
     words["inputs"] = f"4 x 8 B x {tokens:,} tokens: ids, positions, labels"
-    fixed = {
-        "weights": states.weights,
-        "master_weights": states.masters,
-        "optimizer": states.optimizer,
-        "gradients": states.gradients,
-    }
-    sizes = {t: fixed.get(t, 0) + moving.get(t, 0) for t in TERMS}
     return tuple(MemoryTerm(t, sizes[t], words.get(t, "")) for t in TERMS if sizes[t])

@@ -37,7 +37,7 @@ class Node:
     `views`: the gradients it makes are views (a function of Python that reshapes them at its end).
     """
 
-    __slots__ = ("early", "inputs", "output", "saved", "scratch", "views", "weights")
+    __slots__ = ("early", "inputs", "output", "place", "saved", "scratch", "views", "weights")
 
     def __init__(
         self,
@@ -48,8 +48,9 @@ class Node:
         scratch: int,
         early: int,
         views: bool,
+        place: str,
     ) -> None:
-        self.output, self.inputs, self.saved, self.views = output, inputs, saved, views
+        self.output, self.inputs, self.saved, self.views, self.place = output, inputs, saved, views, place
         self.weights, self.scratch, self.early = weights, scratch, early
 
 
@@ -69,6 +70,9 @@ class Sheet:
         self.take: Callable[[Sheet, int], None] | None = None  # takes over every gradient of a parameter
         self.ready: list[int] = []  # bytes of gradients that are complete
         self.term = "activations"
+        self.place = (
+            ""  # part of the model whose operations are played; for whoever asks where bytes come from
+        )
 
     # Plain storage
 
@@ -140,7 +144,7 @@ class Sheet:
             self.nodes.append(
                 Node(
                     output, [(t, alias or t is written_over) for t in inputs], kept, weights, backward_scratch,
-                    backward_early, views,
+                    backward_early, views, self.place,
                 )
             )  # fmt: skip
         return output
@@ -152,6 +156,7 @@ class Sheet:
         nodes, self.nodes = self.nodes[start:], self.nodes[:start]
         for node in reversed(nodes):
             grad, node.output.grad = node.output.grad, None
+            self.place = node.place
             made = self._run(node, grad) if grad is not None else []
             self.drop(*node.saved)
             for tensor, new in made:

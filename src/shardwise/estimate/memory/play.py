@@ -5,7 +5,7 @@ keep is added at once, and the moments in between lie on a straight line between
 alike when they are all recomputed or none is: where a recipe asks for a number of layers, there are two such groups.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwise.estimate.memory.around import NOTHING, Around
 from shardwise.estimate.memory.block import Forward
@@ -59,12 +59,7 @@ class _Segment:
 def play(q: Question, sheet: Sheet | None = None) -> Sheet:
     """The sheet after forward, loss and backward; the step is added by the caller, who knows the states."""
     sheet = sheet or Sheet()
-    forward = Forward(sheet, q.block, q.trainer, q.widths, q.tokens, q.attention, q.sequence, q.on_cpu,
-                      q.around.hooked)  # fmt: skip
-    around = q.around
-    sheet.add(around.constant + around.root + around.live, "engine")
-    sheet.add(around.root if around.gathered else 0, "engine")  # the buffer the root was gathered into
-    sheet.add(32 * q.tokens, "inputs")  # ids, positions, labels, indices: 4 x int64
+    forward, around = _open(sheet, q), q.around
     sheet.drop_weight_gradients = q.hook_takes_gradients
     if q.kept_gradients and around.shard is None:
         sheet.gradients = dict.fromkeys(_weight_names(q), 0)
@@ -106,6 +101,45 @@ def play(q: Question, sheet: Sheet | None = None) -> Sheet:
     sheet.remove(around.bucket + around.live, "engine")
     if logits is not None:
         sheet.drop(logits)
+    return sheet
+
+
+def _open(sheet: Sheet, q: Question) -> Forward:
+    """What an engine holds around the layers, and a micro-batch's inputs."""
+    around = q.around
+    sheet.add(around.constant + around.root + around.live, "engine")
+    sheet.add(around.root if around.gathered else 0, "engine")  # the buffer the root was gathered into
+    sheet.add(32 * q.tokens, "inputs")  # ids, positions, labels, indices: 4 x int64
+    return Forward(sheet, q.block, q.trainer, q.widths, q.tokens, q.attention, q.sequence, q.on_cpu,
+                   around.hooked)  # fmt: skip
+
+
+def play_evaluation(q: Question) -> Sheet:
+    """The sheet of a batch of held-out rows, as large as a micro-batch: a forward that keeps nothing."""
+    sheet = Sheet()
+    sheet.phase, sheet.grad_enabled = "evaluation", False
+    forward = _open(sheet, q)
+    rotary = sheet.new(2 * q.tokens * q.block.head_dim * q.widths.compute)
+    embedded = sheet.new(q.tokens * q.block.hidden * q.widths.residual)
+    embedded.refs += 1
+    segments = _layers_forward(sheet, forward, replace(q, checkpointing="none"), embedded)
+    last = segments[-1].exit
+    forward.layer_name = ""
+    x = forward.norm(last, q.block.hidden, q.tokens, "norm")
+    sheet.drop(last, embedded)
+    sheet.term = "loss"
+    sheet.add(2 * q.around.head, "engine")
+    c, v, labelled = q.widths.compute, q.vocabulary, q.labelled
+    if q.trainer.loss == "fused":
+        picked = sheet.new(labelled * q.block.hidden * c)
+        sheet.flash(q.trainer.loss_tokens(labelled, v, q.on_cpu) * v * (c + 4 if c < 4 else 4), "loss")
+        sheet.drop(picked)
+    else:  # all logits, those with a label, in fp32, and their log-softmax
+        logits = sheet.new(q.tokens * v * c)
+        sheet.flash(labelled * v * ((c + 8) if c < 4 else 8), "loss")
+        sheet.drop(logits)
+    sheet.remove(2 * q.around.head, "engine")
+    sheet.drop(x, rotary)
     return sheet
 
 
@@ -293,12 +327,12 @@ def _loss(sheet: Sheet, forward: Forward, q: Question, h: Paper, embedded: Paper
     forward.layer_name = ""
     x = forward.norm(h, q.block.hidden, q.tokens, "norm")
     sheet.drop(h, embedded)
-    sheet.term = "loss"
+    sheet.term, sheet.place = "loss", "loss"
     sheet.enter("loss")
     sheet.add(2 * q.around.head, "engine")  # and the buffer it was gathered into
     kept = _head(sheet, q, x, start)
     sheet.remove(2 * q.around.head, "engine")
-    sheet.term = "activations"
+    sheet.term, sheet.place = "activations", ""
     return kept
 
 

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from shardwise.errors import CheckpointError, DiskFullError, DivergedError
 from shardwise.runs import RunFolder
 from shardwise.runs.checkpoints import INDEX, STATE, WRITING, flush, prune, publish, sha256
-from shardwise.training.checkpoint.pieces import add_pieces, flatten, index_of, share
+from shardwise.training.checkpoint.pieces import Box, add_pieces, flatten, index_of, share
 from shardwise.training.engines.protocol import Engine
 from shardwise.units import format_bytes
 
@@ -92,11 +92,9 @@ def take(
     final = run.checkpoint_path(step)
     work = final.with_name(final.name + WRITING)
     rank, world = engine.ranks.rank, engine.ranks.world_size
-    flat = flatten(engine.state())
-    mine = share(flat, rank, world)
+    flat, mine, bad = part_of_state(engine)
     tensors = {key: local for key, (_, local) in mine.items()}
     size = sum(t.numel() * t.element_size() for t in tensors.values())
-    bad = next((k for k, t in tensors.items() if t.is_floating_point() and not _finite(t)), "")
     room = copy and _room(size)
     notes = _exchange(engine, _Note(bytes=size, problem=bad, non_finite=bool(bad), room=room))
     _raise(notes, final, step)
@@ -119,6 +117,14 @@ def take(
         {"step": step, "world_size": world, **facts},
         copied,
     )
+
+
+def part_of_state(engine: Engine) -> tuple[dict[str, Any], dict[str, tuple[Box, torch.Tensor]], str]:
+    """The state as this rank sees it, the part that it writes, and of that the first key with NaN or infinity."""
+    flat = flatten(engine.state())
+    mine = share(flat, engine.ranks.rank, engine.ranks.world_size)
+    bad = next((k for k, (_, t) in mine.items() if t.is_floating_point() and not _finite(t)), "")
+    return flat, mine, bad
 
 
 def write(engine: Engine, taken: Taken) -> _Note:

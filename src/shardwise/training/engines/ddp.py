@@ -16,11 +16,13 @@ from shardwise.training.model import LossModel
 from shardwise.training.optimizers import Updater
 
 BUCKET_MIB = 25  # DistributedDataParallel's own default, written out: gradients reduced at a time
-
-
 # Renamed in torch 2.13; buffers are the same on all ranks and never change.
 _SIGNATURE = inspect.signature(DistributedDataParallel.__init__).parameters
 _BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _SIGNATURE else "broadcast_buffers"
+# With one number all gradients lie in one bucket until the forward of the wrapper, not called here, rebuilds them:
+# nothing is reduced before the end of the backward pass, and then through an fp32 copy of everything.
+_LISTED = "bucket_cap_mb_list" in _SIGNATURE  # since torch 2.13
+_CAP: dict[str, Any] = {"bucket_cap_mb_list": [BUCKET_MIB]} if _LISTED else {"bucket_cap_mb": BUCKET_MIB}
 
 
 class DdpEngine:
@@ -51,7 +53,7 @@ class DdpEngine:
         self.wrapped = DistributedDataParallel(
             self.module,
             device_ids=None,
-            bucket_cap_mb=BUCKET_MIB,
+            **_CAP,
             **{_BUFFERS: False},
             init_sync=False,  # every rank has read the same files and drawn the same adapters
             gradient_as_bucket_view=True,
@@ -67,6 +69,8 @@ class DdpEngine:
     def backward(self, loss: torch.Tensor, scale: float, last: bool) -> None:
         self.last = last
         if last:
+            if not _LISTED:
+                self.wrapped.reducer._rebuild_buckets()  # once, from the second step on
             self.wrapped.reducer.prepare_for_backward([])
         (loss * scale).backward()
 

@@ -1,9 +1,9 @@
 """A stand-in for DistributedDataParallel's reducer, which is C++ and reads gradients: what it holds, in Python.
 
-From torch/csrc/distributed/c10d/reducer.cpp (2.13), with gradient_as_bucket_view: parameters in reverse order fill
-buckets of at most `bucket_cap_mb` (the first one 1 MiB); a bucket is one buffer that lives from construction on; when
-a parameter's gradient is complete it is copied into its part of the bucket, and `.grad` becomes a view of it; a full
-bucket goes to the communication hook.
+From torch/csrc/distributed/c10d/reducer.cpp (2.13), with gradient_as_bucket_view: parameters fill buckets until one
+holds `bucket_cap_mb` or more; a bucket is one buffer that lives from construction on; when a parameter's gradient is
+complete it is copied into its part of the bucket, and `.grad` becomes a view of it; a full bucket goes to the
+communication hook.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-
-FIRST_BUCKET_MIB = 1
 
 
 @dataclass
@@ -34,19 +32,21 @@ class Bucket:
 class Reducer:
     """Takes DistributedDataParallel's place in the engine; its own `reducer`."""
 
-    def __init__(self, module: nn.Module, bucket_cap_mb: int, **_: Any) -> None:
+    def __init__(
+        self, module: nn.Module, bucket_cap_mb: int = 25, bucket_cap_mb_list: Sequence[int] = (), **_: Any
+    ) -> None:
         self.reducer = self
         self.active = False
         self.hook: Callable[[Any, Any], Any] = lambda *_: None
         self.bucket_of: dict[int, tuple[Bucket, torch.Tensor]] = {}
-        cap, members, size = FIRST_BUCKET_MIB, list[nn.Parameter](), 0
+        cap, members, size = (*bucket_cap_mb_list, bucket_cap_mb)[0] * 2**20, list[nn.Parameter](), 0
         trained = [p for p in module.parameters() if p.requires_grad]
-        for parameter in reversed(trained):
+        for parameter in trained:
             members.append(parameter)
             size += parameter.nbytes
-            if size >= cap * 2**20:
+            if size >= cap:
                 self._close(members)
-                cap, members, size = bucket_cap_mb, [], 0
+                members, size = [], 0
         if members:
             self._close(members)
         for parameter in trained:

@@ -12,7 +12,6 @@ import torch
 from shardwise.training.trace.gpu import Backend, gpu
 
 _GIB = 2**30
-_RANK = {"LOCAL_RANK": "0", "RANK": "0", "LOCAL_SIZE": "1"}
 
 
 def _accelerator() -> Any:
@@ -116,7 +115,7 @@ def _adam_step(self: Any, closure: Any = None) -> None:
 
 
 @contextmanager
-def stand_ins(on_gpu: bool) -> Iterator[None]:
+def stand_ins(on_gpu: bool, rank: int = 0) -> Iterator[None]:
     """While inside, DeepSpeed steps without peers and without values. `on_gpu`: on the device "gpu"."""
     from shardwise.training.engines.deepspeed import _import_deepspeed
 
@@ -132,7 +131,8 @@ def stand_ins(on_gpu: bool) -> Iterator[None]:
 
     with ExitStack() as stack:
         replace = lambda owner, name, value: stack.enter_context(mock.patch.object(owner, name, value))  # noqa: E731
-        stack.enter_context(mock.patch.dict(os.environ, _RANK))
+        variables = {"LOCAL_RANK": "0", "RANK": str(rank), "LOCAL_SIZE": "1"}
+        stack.enter_context(mock.patch.dict(os.environ, variables))
         replace(sys.modules["deepspeed.comm.torch"], "build_shm_op", lambda: None)  # waits for real peers
         replace(
             coordinator, "assert_ints_same_as_other_ranks", lambda *_, **__: None

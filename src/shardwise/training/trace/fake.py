@@ -38,6 +38,16 @@ class FakeLog(StorageLog):
             result = func(*args, **kwargs)
             self._see(result, None)  # while the matrix is there
             return result
+        if (
+            func is torch.ops.c10d._reduce_scatter_base_.default
+            and self._fake is not None
+            and self.round_to == 1
+        ):
+            whole = torch.empty_like(
+                args[1]
+            )  # gloo adds up a copy of the input, of which each rank takes its part
+            self._see(whole, None)
+            return func(*args, **kwargs)
         if func is torch.ops._c10d_functional.wait_tensor.default and self._fake is not None:
             return args[0]
         return func(*args, **kwargs)
@@ -257,6 +267,9 @@ def _quantise(model: nn.Module, folder: ModelFolder, recipe: Recipe) -> None:
                 data = torch.empty((elements + 1) // 2, 1, dtype=torch.uint8)
             layer.weight = bnb.nn.Params4bit(
                 data, requires_grad=False, quant_state=state, quant_type="nf4", bnb_quantized=True
+            )
+            layer.support_avx512bf16_for_cpu = (
+                False  # as adapters/qlora.py: an evaluation would repack the weights
             )
             if child.bias is not None:
                 layer.bias = child.bias

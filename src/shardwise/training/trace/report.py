@@ -154,9 +154,12 @@ def trace_text(result: RecipeTrace) -> str:
         f"formula says {format_bytes(result.estimate.allocated_bytes)} "
         f"({result.estimate.allocated_bytes / peak.bytes - 1:+.1%})",
         "",
-        "phase     " + "bytes".rjust(12),
+        "phase       " + "bytes".rjust(12),
     ]
-    lines += [f"{name:<10}{format_bytes(p.bytes):>12}" for name, p in result.traced.peaks.items()]
+    lines += [f"{name:<12}{format_bytes(p.bytes):>12}" for name, p in result.traced.peaks.items()]
+    if result.traced.copied_bytes:
+        copied = format_bytes(result.traced.copied_bytes)
+        lines += ["", f"a save in the background is written from a copy of {copied} in host memory per rank"]
     lines += ["", "at the peak"]
     lines += [f"  {t:<16}{format_bytes(peak.terms[t]):>12}" for t in TERMS if peak.terms.get(t)]
     lines += ["", "by line of source and module, the largest", *_part_lines(result.traced, phase)]
@@ -193,6 +196,7 @@ def trace_json(result: RecipeTrace) -> dict[str, Any]:
             }
             for size, count, birth in result.traced.parts(phase)
         ],
+        "save_copy_bytes": result.traced.copied_bytes,
         "formula_allocated_bytes": result.estimate.allocated_bytes,
         "world_size": result.stack.world_size,
         "allocations": result.allocations,
