@@ -185,3 +185,28 @@ def test_accuracy_prints_both_scores(tmp_path: Path) -> None:
             abs(found[kind]["median_signed"]) == found[kind]["median_absolute"] == found[kind]["p90_absolute"]
         )
     assert "Nobody-1B" in found["throughput"]["declined_rows"][0]["reason"]
+
+
+def test_explain_takes_the_estimate_apart(model: Path) -> None:
+    """The same in JSON: what is printed sums to the estimate of the recommended option."""
+    flags = (str(model), "--gpus", "8xH100-80GB", "--method", "full", "--tokens", "10M", "--explain")
+    text = run(*flags).stdout
+    assert "allocated is the sum of these, in bytes:" in text and "one more sequence per micro-batch" in text
+    assert "highest of each phase: load" in text and "shardwise/training/" in text
+    answer = json.loads(run(*flags, "--json").stdout)
+    memory, formula = answer["recommended"]["memory"], answer["memory_formula"]
+    values = {name: symbol["value"] for name, symbol in formula["symbols"].items()}
+    total = 0.0
+    for term in formula["terms"].values():
+        for monomial in term:
+            size = monomial["bytes"]
+            for name, power in monomial["powers"].items():
+                size *= values[name] ** power
+            total += size
+    assert total == pytest.approx(memory["allocated_bytes"], rel=1e-6)
+    assert sum(part["bytes"] for part in formula["parts"]) == pytest.approx(
+        memory["allocated_bytes"], rel=1e-6
+    )
+    assert formula["phase"] == memory["peak_phase"] == max(memory["phases"], key=memory["phases"].__getitem__)
+    assert formula["sensitivities_bytes"]["world_size"] <= 0
+    assert "memory_formula" not in json.loads(run(*flags[:-1], "--json").stdout)

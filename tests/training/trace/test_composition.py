@@ -32,6 +32,8 @@ QUICK = (
     Case("mistralai/Mistral-7B-v0.3", 8, "qlora", sequence=1536, settings="lora.rank=48"),
     Case("google/gemma-2-2b", 8, checkpointing="full", sequence=768),
     Case("HuggingFaceTB/SmolLM2-360M", 10, engine="ddp", ranks=4),
+    Case("Qwen/Qwen3-30B-A3B", 6, "lora", sequence=1024),
+    Case("meta-llama/Llama-3.2-1B", 8, sequence=1024, settings="optimizer.master_weights=false"),
     Case("meta-llama/Llama-3.2-3B", 8, engine="fsdp2", ranks=512, checkpointing="full"),
     Case("Qwen/Qwen2.5-1.5B", 9, "lora", engine="fsdp2", ranks=12, settings="lora.rank=24"),
     Case("mistralai/Mistral-7B-v0.3", 8, "qlora", engine="fsdp2", ranks=6, checkpointing="selective"),

@@ -36,6 +36,9 @@ def test_the_result_is_json_and_open_choices_are_said(recipe: Path):
     answer = json.loads(result.stdout)
     assert answer["peak_allocated_bytes"] == max(p["bytes"] for p in answer["phases"].values())
     assert answer["formula_allocated_bytes"] == pytest.approx(answer["peak_allocated_bytes"], rel=0.05)
+    assert {"forward", "loss", "backward", "step", "evaluation", "save"} <= set(answer["phases"])
+    adapters = 2 * 16 * (2 * 128 + 2 * 96 + 3 * 192)  # layers x rank x (in + out) of q o, k v, gate up down
+    assert answer["save_copy_bytes"] == pytest.approx(12 * adapters, rel=1e-3)  # fp32 weights and two states
     assert sum(part["bytes"] for part in answer["peak_parts"]) == answer["peak_allocated_bytes"]
     assert any(part["module"].endswith("layers.*.mlp.up_proj") for part in answer["peak_parts"])
     assert any("/modeling_llama.py:" in part["source"] for part in answer["peak_parts"])

@@ -205,6 +205,13 @@ class Forward:
             return self._attend_written_out(q, k, v)
         if b.softcap and self.trainer.kernels:
             return self._attend_capped(q, k, v)
+        if b.sinks and self.trainer.kernels:
+            k, v = sheet.op(q.bytes, [k]), sheet.op(q.bytes, [v])  # for every query head
+            out = self._attend_written_out(q, k, v)
+            sheet.drop(k, v)
+            whole = sheet.op(q.bytes, [out])  # heads and tokens change places
+            sheet.drop(out)
+            return whole
         if self.on_cpu and self.trainer.kernels:
             # One block of 128 queries at a time: three matrices of its scores, its rows, and sums over keys in fp32.
             c, rows, keys = self.w.compute, min(128, self.sequence), b.kv_heads * self.sequence * b.head_dim

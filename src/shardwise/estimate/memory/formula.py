@@ -128,8 +128,14 @@ def reserved_without_expandable_segments(
 
 
 def ours(stack: Stack) -> Trainer:
-    trainer = OURS if stack.loss == "chunked" else OURS_FULL_LOSS
-    return replace(trainer, compiled=True) if stack.compile else trainer
+    """Our own step, as `stack` has it: without fp32 masters AdamW's states have the dtype of the weights."""
+    low = not stack.master_weights and stack.precision == "bf16" and stack.optimizer in ("adamw", "sgd")
+    return _variant(stack.loss == "chunked", stack.compile, 2 if low else 4)
+
+
+@lru_cache(maxsize=16)
+def _variant(chunked: bool, compiled: bool, state_bytes: int) -> Trainer:
+    return replace(OURS if chunked else OURS_FULL_LOSS, compiled=compiled, state_bytes=state_bytes)
 
 
 @lru_cache(maxsize=64)

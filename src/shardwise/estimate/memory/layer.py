@@ -48,6 +48,7 @@ class Block:
     silu: bool
     rotary_cat: bool  # rotary embeddings put q and k together from parts, which leaves them ordered by head
     softcap: bool  # attention scores go through a tanh
+    sinks: bool  # and have one column more, which no fused kernel of ours takes
     parallel: bool
     experts: int
     experts_per_token: int
@@ -104,6 +105,7 @@ def block_of(shape: ModelShape, method: str, rank: int, targets: str | tuple[str
         silu=not shape.model_type.startswith(("gemma", "phi3", "glm")),
         rotary_cat=shape.model_type in ("phi3", "gpt_neox", "phi"),
         softcap=shape.model_type == "gemma2",
+        sinks=shape.model_type == "gpt_oss",
         parallel=len(hidden) == 1 or shape.model_type in ("gpt_neox", "falcon", "phi"),
         experts=shape.num_experts if experts else 0,
         experts_per_token=shape.experts_per_token,

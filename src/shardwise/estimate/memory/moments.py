@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from shardwise.estimate.memory.held_out import play_evaluation
 from shardwise.estimate.memory.paper import Sheet
-from shardwise.estimate.memory.play import Question, play, play_evaluation
+from shardwise.estimate.memory.play import Question, play
 from shardwise.estimate.memory.states import UPDATE_TEMPORARIES, Held
 from shardwise.estimate.memory.symbols import whole
 from shardwise.estimate.memory.terms import TERMS
@@ -92,7 +93,7 @@ def update(sheet: Sheet, states: Held, stack: Stack, trainer: Trainer) -> dict[s
     if stack.offload_optimizer != "none":
         engine = sheet.terms["engine"] if stack.sharding != "fsdp2" else 0
         return {"gradients": sheet.terms["gradients"], "engine": engine}
-    state = temporaries * (trainer.state_bytes / 4 if trainer.whole_step else 1) * elements
+    state = temporaries * (trainer.state_bytes / 4 if trainer.whole_step or trainer.kernels else 1) * elements
     # Our updater turns one bucket of bf16 gradients into fp32 at a time: +4 for the copy, -2 for what it replaces.
     copied = 0
     if stack.sharding in ("zero1", "zero2", "zero3"):
@@ -120,8 +121,8 @@ def _resting_gradients(states: Held, shape: ModelShape, stack: Stack) -> int:
     return trained * (4 if stack.sharding == "zero1" or stack.precision == "fp32" else 2)
 
 
-# Looking for NaN in a tensor of fp32: its absolute values, and three booleans per element.
-FINITE_BYTES = 7
+# Looking for NaN in a tensor takes its absolute values, and three booleans per element.
+BOOLEANS = 3
 
 
 def _save(shape: ModelShape, question: Question, stack: Stack) -> dict[str, int]:
@@ -136,5 +137,6 @@ def _save(shape: ModelShape, question: Question, stack: Stack) -> dict[str, int]
     around = question.around
     if stack.sharding.startswith("zero"):
         return {"engine": around.constant + around.live, "temporaries": 4 * largest}
-    scratch = 0 if stack.offload_parameters != "none" else FINITE_BYTES * largest // stack.dp_shard
+    width = BOOLEANS + (2 if stack.precision == "bf16" and not stack.master_weights else 4)
+    scratch = 0 if stack.offload_parameters != "none" else width * largest // stack.dp_shard
     return {"engine": around.constant, "temporaries": scratch}

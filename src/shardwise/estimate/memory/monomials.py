@@ -10,9 +10,10 @@ from typing import Any
 
 from shardwise.estimate.memory.around import Around
 from shardwise.estimate.memory.formula import ours, question_of
+from shardwise.estimate.memory.held_out import play_evaluation
 from shardwise.estimate.memory.layer import Block, Matrix
 from shardwise.estimate.memory.moments import moments
-from shardwise.estimate.memory.play import Question, play, play_evaluation
+from shardwise.estimate.memory.play import Question, play
 from shardwise.estimate.memory.states import OUR_BUCKET_ELEMENTS, Held, held
 from shardwise.estimate.memory.symbols import Monomial, Size, Sum, evaluate, monomials_of, scaled, symbol
 from shardwise.estimate.memory.trainer import Trainer

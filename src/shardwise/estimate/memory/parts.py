@@ -4,9 +4,10 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from shardwise.estimate.memory.formula import ours, question_of
+from shardwise.estimate.memory.held_out import play_evaluation
 from shardwise.estimate.memory.moments import moments
 from shardwise.estimate.memory.paper import Paper, Sheet
-from shardwise.estimate.memory.play import Question, play, play_evaluation
+from shardwise.estimate.memory.play import Question, play
 from shardwise.estimate.memory.states import held
 from shardwise.estimate.memory.terms import TERMS
 from shardwise.estimate.memory.trainer import Trainer

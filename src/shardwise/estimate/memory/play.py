@@ -5,7 +5,7 @@ keep is added at once, and the moments in between lie on a straight line between
 alike when they are all recomputed or none is: where a recipe asks for a number of layers, there are two such groups.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shardwise.estimate.memory.around import NOTHING, Around
 from shardwise.estimate.memory.block import Forward
@@ -59,7 +59,7 @@ class _Segment:
 def play(q: Question, sheet: Sheet | None = None) -> Sheet:
     """The sheet after forward, loss and backward; the step is added by the caller, who knows the states."""
     sheet = sheet or Sheet()
-    forward, around = _open(sheet, q), q.around
+    forward, around = open_sheet(sheet, q), q.around
     sheet.drop_weight_gradients = q.hook_takes_gradients
     if q.kept_gradients and around.shard is None:
         sheet.gradients = dict.fromkeys(_weight_names(q), 0)
@@ -74,7 +74,7 @@ def play(q: Question, sheet: Sheet | None = None) -> Sheet:
     reducer = None if around.buckets is None else Reducer(around.buckets)
     sheet.take = None if reducer is None else reducer.take
     embedded.refs += 1  # a variable of the model's forward, until the last norm
-    segments = _layers_forward(sheet, forward, q, embedded)
+    segments = layers_forward(sheet, forward, q, embedded)
     logits = _loss(sheet, forward, q, segments[-1].exit, embedded)
     sheet.add(around.bucket, "engine")
     _layers_backward(sheet, forward, q, segments, reducer)
@@ -104,7 +104,7 @@ def play(q: Question, sheet: Sheet | None = None) -> Sheet:
     return sheet
 
 
-def _open(sheet: Sheet, q: Question) -> Forward:
+def open_sheet(sheet: Sheet, q: Question) -> Forward:
     """What an engine holds around the layers, and a micro-batch's inputs."""
     around = q.around
     sheet.add(around.constant + around.root + around.live, "engine")
@@ -112,35 +112,6 @@ def _open(sheet: Sheet, q: Question) -> Forward:
     sheet.add(32 * q.tokens, "inputs")  # ids, positions, labels, indices: 4 x int64
     return Forward(sheet, q.block, q.trainer, q.widths, q.tokens, q.attention, q.sequence, q.on_cpu,
                    around.hooked)  # fmt: skip
-
-
-def play_evaluation(q: Question) -> Sheet:
-    """The sheet of a batch of held-out rows, as large as a micro-batch: a forward that keeps nothing."""
-    sheet = Sheet()
-    sheet.phase, sheet.grad_enabled = "evaluation", False
-    forward = _open(sheet, q)
-    rotary = sheet.new(2 * q.tokens * q.block.head_dim * q.widths.compute)
-    embedded = sheet.new(q.tokens * q.block.hidden * q.widths.residual)
-    embedded.refs += 1
-    segments = _layers_forward(sheet, forward, replace(q, checkpointing="none"), embedded)
-    last = segments[-1].exit
-    forward.layer_name = ""
-    x = forward.norm(last, q.block.hidden, q.tokens, "norm")
-    sheet.drop(last, embedded)
-    sheet.term = "loss"
-    sheet.add(2 * q.around.head, "engine")
-    c, v, labelled = q.widths.compute, q.vocabulary, q.labelled
-    if q.trainer.loss == "fused":
-        picked = sheet.new(labelled * q.block.hidden * c)
-        sheet.flash(q.trainer.loss_tokens(labelled, v, q.on_cpu) * v * (c + 4 if c < 4 else 4), "loss")
-        sheet.drop(picked)
-    else:  # all logits, those with a label, in fp32, and their log-softmax
-        logits = sheet.new(q.tokens * v * c)
-        sheet.flash(labelled * v * ((c + 8) if c < 4 else 8), "loss")
-        sheet.drop(logits)
-    sheet.remove(2 * q.around.head, "engine")
-    sheet.drop(x, rotary)
-    return sheet
 
 
 def _reduce_root(sheet: Sheet, q: Question) -> None:
@@ -207,7 +178,7 @@ def _weight_names(q: Question) -> list[str]:
     return names
 
 
-def _layers_forward(sheet: Sheet, forward: Forward, q: Question, h: Paper) -> list[_Segment]:
+def layers_forward(sheet: Sheet, forward: Forward, q: Question, h: Paper) -> list[_Segment]:
     """Play the layers that are played; add what the ones between keep."""
     segments: list[_Segment] = []
     around, buffer = q.around, q.around.root if q.around.gathered else 0

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from shardwise.estimate.memory.formula import estimate_memory
+from shardwise.estimate.memory.formula import estimate_memory, ours
 from shardwise.estimate.speed import constants as c
 from shardwise.estimate.speed.collectives import Group, group
 from shardwise.estimate.speed.layer import OURS, Program, Work, work_of
@@ -212,7 +212,7 @@ def _paging(shape: ModelShape, gpu: Gpu, stack: Stack) -> float:
     """
     if gpu.kind != "cuda":
         return 0.0
-    memory = estimate_memory(shape, stack)
+    memory = estimate_memory(shape, stack, replace(ours(stack), state_bytes=4))
     # A program's paged fp32 states are counted as if they had to stay.
     states = memory.paged_bytes or memory.term("optimizer")
     over = memory.allocated_bytes + memory.fixed_bytes + memory.paged_bytes - gpu.usable_bytes

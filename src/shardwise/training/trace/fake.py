@@ -94,8 +94,11 @@ def _flash(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """What CUDA does: flash attention for 16 bits and no mask, the memory-efficient kernel otherwise."""
-    if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
+    """What CUDA does: flash attention for 16 bits, no mask and values as wide as keys, the memory-efficient kernel
+    otherwise.
+    """
+    narrow = query.dtype in (torch.bfloat16, torch.float16)
+    if attn_mask is None and narrow and value.shape[-1] == query.shape[-1]:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         out: torch.Tensor = flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
         return out
