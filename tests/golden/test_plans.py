@@ -50,7 +50,9 @@ def test_golden_plan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 0
     notes = "note: this machine has no GPU"  # of the machine the test runs on
     lines = [line for line in result.stdout.splitlines() if not line.startswith(notes)]
-    lines = [re.sub(r"(shardwise/training/\S+\.py):\d+", r"\1:LINE", line) for line in lines]  # of another room
+    lines = [  # whose numbers are of another room
+        re.sub(r"(shardwise/training/\S+\.py):\d+", r"\1:LINE", line) for line in lines
+    ]
     text = f"$ shardwise plan {QUESTIONS[name]}\n\n" + "\n".join(lines) + "\n"
     file = FOLDER / f"{name}.txt"
     if os.environ.get("SHARDWISE_WRITE_GOLDEN"):

@@ -176,9 +176,8 @@ def _fsdp2(shape: ModelShape, stack: Stack, trainer: Trainer, c: int) -> Around:
     _, packed, scales = four_bit_bytes(stack, trainer)
     four = packed + (scales if trainer.sharded_scales else 0)
     reduced = trainer.weight_bytes or c if not trainer.masters else 4
-    stored = (
-        c if trainer.kernels and not stack.master_weights else reduced
-    )  # shards in the dtype of the weights
+    # Nothing is in fp32 without masters (formula.ours).
+    stored = c if trainer.kernels and trainer.state_bytes == c else reduced
     stays = stored if stack.offload_parameters == "none" else 0
     with_gradient = mine.layer_trained + (mine.layer_frozen if trainer.flat_gradients == "whole" else 0)
     root = n * c * (mine.root_trained + mine.root_frozen)
