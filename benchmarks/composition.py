@@ -118,6 +118,15 @@ CASES = (
     Case(L8, 32, "lora", sequence=1024, checkpointing="11"),
     Case(L1, 16, checkpointing="7", accumulation=2),
     Case("mistralai/Mistral-7B-v0.3", 8, "qlora", sequence=1536, checkpointing="3"),
+    # Mixtures, tokens spread evenly
+    Case("mistralai/Mixtral-8x7B-v0.1", 6, "lora", sequence=1024),
+    Case("mistralai/Mixtral-8x7B-v0.1", 6, engine="fsdp2", ranks=8, sequence=1024, checkpointing="full"),
+    Case("Qwen/Qwen3-30B-A3B", 6, "lora", sequence=1024),
+    Case("openai/gpt-oss-20b", 6, "lora", sequence=1024),
+    # Weights without fp32 masters
+    Case(L1, 8, sequence=1024, settings="optimizer.master_weights=false"),
+    Case(L1, 8, engine="fsdp2", ranks=4, sequence=1024, checkpointing="full",
+         settings="optimizer.master_weights=false"),
     # FSDP2
     Case("Qwen/Qwen3-1.7B", 14, "lora", engine="fsdp2", ranks=8, checkpointing="9"),
     Case(L1, 16, engine="fsdp2", ranks=8, sequence=4096, checkpointing="10"),
