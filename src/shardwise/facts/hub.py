@@ -14,6 +14,7 @@ from shardwise.facts.model import ModelShape, shape_from_config, with_note
 
 _HUB_ID = re.compile(r"^[\w][\w.-]*(/[\w][\w.-]*)?$")
 _TIMEOUT_SECONDS = "5"
+_NOT_HERE = "no answer from huggingface.co, and no copy in its cache"
 
 
 def read_hub_model(source: str, revision: str | None = None) -> ModelShape:
@@ -51,9 +52,13 @@ class _Unreachable(Exception):
 def _fetch(source: str, revision: str | None) -> ModelShape:
     os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", _TIMEOUT_SECONDS)
     os.environ.setdefault("HF_HUB_DOWNLOAD_TIMEOUT", _TIMEOUT_SECONDS)
-    from huggingface_hub import constants, errors, get_safetensors_metadata, hf_hub_download
+    from huggingface_hub import constants
 
     here_only = not answers(constants.ENDPOINT)
+    if here_only and not os.path.isdir(f"{constants.HF_HUB_CACHE}/models--{source.replace('/', '--')}"):
+        raise _Unreachable(_NOT_HERE)  # the client takes as much time to import as the rest of a plan
+    from huggingface_hub import errors, get_safetensors_metadata, hf_hub_download
+
     try:
         path = hf_hub_download(source, "config.json", revision=revision, local_files_only=here_only)
     except errors.GatedRepoError:
@@ -62,7 +67,7 @@ def _fetch(source: str, revision: str | None) -> ModelShape:
         raise _Unreachable("the hub knows no such model, or it is private") from None
     except (errors.RevisionNotFoundError, errors.EntryNotFoundError) as problem:
         if isinstance(problem, errors.LocalEntryNotFoundError):
-            raise _Unreachable("no answer from huggingface.co, and no copy in its cache") from None
+            raise _Unreachable(_NOT_HERE) from None
         raise ModelError(
             f"'{source}' on the hub has no config.json{f' at {revision}' if revision else ''}",
             "it is not a transformers model (GGUF files, an adapter?)",
