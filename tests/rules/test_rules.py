@@ -57,6 +57,9 @@ def recipe(*settings: str) -> Recipe:
         for part in above:
             node = node.setdefault(part, {})
         words = {"true": True, "false": False, "null": None}
+        if raw.startswith("["):
+            node[last] = raw[1:-1].split()
+            continue
         node[last] = words[raw] if raw in words else int(raw) if raw.isdecimal() else raw
     return Recipe.model_validate(tree)
 
@@ -80,6 +83,7 @@ CASES = [
     ("qlora_is_not_for_zero_3", ["method=qlora", "engine.name=deepspeed", "engine.deepspeed.zero_stage=3"], CUDA, {}),
     ("quantised_base_is_frozen", ["method=full"], CUDA, {"dtype": "fp8"}),
     ("adapter_options_need_adapters", ["method=full", "lora.dora=true"], CUDA, {}),
+    ("names_of_experts_are_not_adapted", ["method=lora", "lora.targets=[q_proj gate_proj]"], CUDA, {"moe_layers": (0,)}),
     ("paged_states_need_cuda", ["optimizer.name=paged_adamw_8bit"], CPU, {}),
     ("paged_states_need_cuda", ["optimizer.name=paged_adamw_8bit"], MPS, {}),
     ("bitsandbytes_has_no_mps", ["method=qlora"], MPS, {}),

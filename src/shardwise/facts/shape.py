@@ -7,6 +7,9 @@ from functools import cached_property
 from shardwise.errors import RecipeError, nearest
 from shardwise.facts.tensors import TensorGroup
 
+# Linear layers of a mixture's MLPs outside its experts (dense layers, shared experts). PEFT 0.21 takes these names
+# for those of experts, which transformers 5 keeps in one tensor, and would put adapters on all experts instead.
+READ_AS_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 # What `lora.targets: attention` stands for, over all families.
 ATTENTION_MODULES = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "dense"),
@@ -91,13 +94,15 @@ class ModelShape:
         return self.count("linear")
 
     def adapted(self, targets: str | Sequence[str]) -> tuple[TensorGroup, ...]:
-        """The groups that get a LoRA adapter. Vision towers and the head are left alone.
+        """The groups that get a LoRA adapter. Vision towers and the head are left alone, and a mixture's MLPs unless
+        they are named.
 
         Raises RecipeError when `targets` names no layer of this model.
         """
         linear = tuple(t for t in self.tensors if t.kind == "linear" and t.part == "text")
         if targets == "all-linear":
-            return linear
+            left = READ_AS_EXPERTS if self.is_moe else ()
+            return tuple(t for t in linear if t.module not in left)
         wanted = ATTENTION_MODULES if targets == "attention" else _as_names(targets)
         hits = [[t for t in linear if _ends_with(t, name)] for name in wanted]
         missing = [name for name, found in zip(wanted, hits, strict=True) if not found]

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from shardwise.facts.model import ModelShape
+from shardwise.facts.shape import READ_AS_EXPERTS
 from shardwise.recipe.schema import Recipe
 from shardwise.rules.problem import Problem, Situation
 
@@ -56,7 +57,27 @@ def adapter_options_need_adapters(recipe: Recipe, _: ModelShape | None, __: Situ
             )
 
 
+def names_of_experts_are_not_adapted(
+    recipe: Recipe, shape: ModelShape | None, __: Situation
+) -> Iterator[Problem]:
+    """PEFT 0.21 maps these names to the experts of transformers 5, which lie in one tensor."""
+    targets = recipe.lora.targets
+    if recipe.method == "full" or shape is None or not shape.is_moe or isinstance(targets, str):
+        return
+    named = sorted(set(targets) & set(READ_AS_EXPERTS))
+    if named:
+        yield Problem(
+            "names_of_experts_are_not_adapted",
+            "lora.targets",
+            f"lora.targets: {', '.join(named)} of a mixture of experts",
+            "PEFT takes these names for the experts', and would train adapters on every expert instead",
+            "use lora.targets: attention, or all-linear, which leaves them out",
+            PEFT,
+        )
+
+
 RULES = (
+    names_of_experts_are_not_adapted,
     qlora_is_not_for_zero_3,
     quantised_base_is_frozen,
     adapter_options_need_adapters,

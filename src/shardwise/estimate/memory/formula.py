@@ -20,6 +20,7 @@ from shardwise.estimate.memory.terms import PHASES, TERMS, MemoryEstimate, Memor
 from shardwise.estimate.memory.trainer import OURS, OURS_FULL_LOSS, Trainer
 from shardwise.estimate.stack import Stack
 from shardwise.facts.model import ModelShape
+from shardwise.facts.shape import READ_AS_EXPERTS
 from shardwise.units import format_bytes
 
 # Families whose blocks are like those the paper step is compared with in the tests; others get a wider range.
@@ -92,6 +93,12 @@ def _notes(
         notes.append(
             f"logits of {shape.vocab_size:,} words take {format_bytes(logits)}: "
             "training.loss: chunked never holds them all"
+        )
+    mlps = [t.module for t in shape.tensors if t.kind == "linear" and t.module in READ_AS_EXPERTS]
+    if stack.method != "full" and stack.lora_targets == "all-linear" and shape.is_moe and mlps:
+        notes.append(
+            "adapters are on linear layers outside the MLPs: PEFT takes the names of dense layers and shared experts "
+            "for those of all experts"
         )
     if paged:
         notes.append(

@@ -4,7 +4,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
 from shardwise.errors import RecipeError, nearest
-from shardwise.facts.shape import ATTENTION_MODULES
+from shardwise.facts.shape import ATTENTION_MODULES, READ_AS_EXPERTS
 from shardwise.recipe.schema import Lora
 from shardwise.training.optimizers import is_matrix
 
@@ -41,8 +41,9 @@ def _targets(model: nn.Module, lora: Lora) -> list[str]:
         if is_matrix(module) and module is not head and not _is_tower(name)
     }
     wanted = lora.targets
+    mixed = _experts_in_one_tensor(model)
     if wanted == "all-linear":
-        return sorted(linear)
+        return sorted(n for n in linear if not (mixed and n.rsplit(".", 1)[-1] in READ_AS_EXPERTS))
     suffixes = ATTENTION_MODULES if wanted == "attention" else tuple(wanted)
     chosen = sorted(n for n in linear if any(n == s or n.endswith("." + s) for s in suffixes))
     known = sorted({n.rsplit(".", 1)[-1] for n in linear})
@@ -54,7 +55,18 @@ def _targets(model: nn.Module, lora: Lora) -> list[str]:
             f"this model's linear layers are: {', '.join(known)}",
             f"did you mean {close[0]}?" if close else "use lora.targets: all-linear",
         )
+    taken = sorted({n.rsplit(".", 1)[-1] for n in chosen} & set(READ_AS_EXPERTS)) if mixed else []
+    if taken:
+        raise RecipeError(
+            f"lora.targets: {', '.join(taken)} of a mixture of experts",
+            "PEFT takes these names for the experts', and would train adapters on every expert instead",
+            "use lora.targets: attention, or all-linear, which leaves them out",
+        )
     return chosen
+
+
+def _experts_in_one_tensor(model: nn.Module) -> bool:
+    return any(n.endswith("gate_up_proj") and p.dim() == 3 for n, p in model.named_parameters())
 
 
 def _is_tower(name: str) -> bool:
