@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 
 import pytest
-from tests.plan.test_rows import ROW
+from test_rows import ROW
 
 from shardwise.plan.accuracy import score_memory, score_throughput
 from shardwise.plan.cells import clean, gpu_spellings, number, whole
