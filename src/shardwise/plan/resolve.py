@@ -99,17 +99,18 @@ def resolve(
                            device == "cuda" if background is None else background)  # fmt: skip
     save = made.auto("checkpoint.every_steps", recipe.checkpoint.every_steps, save, why)
     filled = _fill(recipe, stack, optimizer, (evaluate, save), data, made)
+    memory = estimate_memory(shape, stack)
     plan = Plan(
         shape=shape,
         offer=offer,
         stack=stack,
-        memory=estimate_memory(shape, stack),
+        memory=memory,
         speed=speed,
         capacity_bytes=offer.gpu.usable_bytes,
         steps=steps,
         fill=fill_of(data, length),
         choices=tuple(made.made),
-        notes=(*shape.notes, *offer.notes, *chosen.notes),
+        notes=(*shape.notes, *offer.notes, *chosen.notes, *memory.notes),
     )
     return filled, plan
 

@@ -296,7 +296,7 @@ def _least(answer: Answer) -> str:
 
 
 def assumptions(answer: Answer) -> list[str]:
-    """What time, cost and energy of the recommended option (else of the first) rest on, each with its source."""
+    """What memory, time, cost and energy of the recommended option (else of the first) rest on, with sources."""
     option = answer.recommended or (answer.options[0] if answer.options else None)
     if option is None:
         return []
@@ -308,6 +308,7 @@ def assumptions(answer: Answer) -> list[str]:
     ]
     if gpu.pace_words:
         lines.append(f"measured: {gpu.pace_words}")
+    lines += [f"memory: {note}" for note in plan.memory.notes]
     if plan.offer.count > 1:
         between = f", {gpu.network.name} between {plan.offer.nodes} nodes" if plan.offer.nodes > 1 else ""
         lines.append(f"links: {gpu.link.name} within a node{between}")
