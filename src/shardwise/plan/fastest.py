@@ -48,7 +48,7 @@ class Grid:
 
     __slots__ = (
         *("alone", "base", "kinds", "micros", "per_rank", "shape"),
-        *("_least", "_memory", "_stacks", "_static", "_values"),
+        *("_least", "_memory", "_saved", "_stacks", "_static", "_values"),
     )
 
     def __init__(
@@ -67,6 +67,7 @@ class Grid:
         self._memory: dict[tuple[Checkpointing, int], MemoryEstimate] = {}
         self._static: dict[bool, int] = {}
         self._least: dict[tuple[Checkpointing, int], int] = {}
+        self._saved: int | None = None
 
     def __len__(self) -> int:
         return (len(self.kinds) + self.partial) * len(self.micros)
@@ -124,7 +125,11 @@ class Grid:
         """
         most = self.shape.num_hidden_layers - 1
         if exact:
-            limit, first, second = capacity, self.high_bytes(micro, 1), self.high_bytes(micro, min(2, most))
+            memory, limit, first = self.memory(1, micro), capacity, self.high_bytes(micro, 1)
+            if self.base.sharding == "zero3":  # what it gathers ahead depends on which layers are recomputed
+                second = self.high_bytes(micro, min(2, most))
+            else:
+                second = first - int(self.saved_bytes(micro) * memory.high_bytes / memory.allocated_bytes)
         else:
             fixed = fixed_bytes(self.base)
             limit = fixed + int((capacity - fixed) / (1 + NARROW))  # the narrowest range around an estimate
@@ -133,6 +138,18 @@ class Grid:
             return 1
         count = 1 + first_below(first, first - second, limit) if first > second else most + 1
         return count if count <= most else None
+
+    def saved_bytes(self, micro: int) -> int:
+        """What one more recomputed layer takes off the forward pass, and off no other moment more: by the token."""
+        if self.alone is not None:
+            return self.alone.saved_bytes(micro)
+        least = self.micros[0]
+        if self._saved is None:
+            first, second = (
+                self.forward_bytes(k, least) for k in (1, min(2, self.shape.num_hidden_layers - 1))
+            )
+            self._saved = first - second
+        return self._saved * micro // least
 
     def forward_bytes(self, kind: Checkpointing, micro: int) -> int:
         """What lives at the peak of the forward pass beyond the states."""
@@ -236,7 +253,8 @@ class _Some:
 def _some_layers(grid: Grid, offer: Offer, best_seconds: float) -> _Some:
     """Per micro-batch as few layers as fit: smaller micro-batches first, which need fewer."""
     layers, capacity = grid.shape.num_hidden_layers, offer.gpu.usable_bytes
-    best, fits, left_out = None, False, False
+    even = grid.base.sharding in ("single", "fsdp2")  # no buffers that make the line of needs uneven
+    best, fits, left_out, least = None, False, False, False
     for micro in grid.micros:
         start = grid.layers_at_least(micro, capacity)
         slow = start is not None and _seconds(grid, offer, start, micro) >= EQUAL * best_seconds
@@ -253,8 +271,8 @@ def _some_layers(grid: Grid, offer: Offer, best_seconds: float) -> _Some:
             continue
         fits, seconds = True, _seconds(grid, offer, count, micro)
         if seconds < EQUAL * best_seconds:
-            best, best_seconds = (count, micro), seconds
-    if best is not None:
+            best, best_seconds, least = (count, micro), seconds, even and count == start
+    if best is not None and not least:
         count = none_too_many(best[0], partial(grid.high_bytes, best[1]), capacity)
         best = count, best[1]
     return _Some(best, best_seconds, fits, left_out)

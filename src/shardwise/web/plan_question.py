@@ -104,7 +104,11 @@ def _ask(
     controls: Controls, on_disk: bool, offers: tuple[str | None, ...], best_only: bool = False
 ) -> Answer:
     asked = question(controls, on_disk, tuple(parse_offer(o) for o in offers if o is not None))
-    found = answer(replace(asked, best_only=best_only))
+    gc.disable()  # a search makes many objects and no cycles
+    try:
+        found = answer(replace(asked, best_only=best_only))
+    finally:
+        gc.enable()
     # Remembered answers hold some 100,000 objects, and a full collection over them stalls the page for 100 ms.
     # They stay for long and have no cycles, so the collector need not look at them again.
     gc.collect(1)

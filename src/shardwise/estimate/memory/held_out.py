@@ -1,20 +1,18 @@
 """An evaluation on paper: a batch of held-out rows, large as a micro-batch, through a forward that keeps nothing."""
 
-from dataclasses import replace
-
 from shardwise.estimate.memory.paper import Sheet
 from shardwise.estimate.memory.play import Question, layers_forward, open_sheet
 
 
 def play_evaluation(q: Question) -> Sheet:
-    """The sheet of one batch."""
+    """The sheet of one batch. Nothing is recomputed: `q.checkpointing` is none."""
     sheet = Sheet()
     sheet.phase, sheet.grad_enabled = "evaluation", False
     forward = open_sheet(sheet, q)
     rotary = sheet.new(2 * q.tokens * q.block.head_dim * q.widths.compute)
     embedded = sheet.new(q.tokens * q.block.hidden * q.widths.residual)
     embedded.refs += 1
-    segments = layers_forward(sheet, forward, replace(q, checkpointing="none"), embedded)
+    segments = layers_forward(sheet, forward, q, embedded)
     last = segments[-1].exit
     forward.layer_name = ""
     x = forward.norm(last, q.block.hidden, q.tokens, "norm")

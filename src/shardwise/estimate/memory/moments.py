@@ -54,7 +54,9 @@ def moments(
     held = dict.fromkeys(added, states)
     if trainer.kernels:
         between = replace(states, gradients=_resting_gradients(states, shape, stack))
-        added["evaluation"] = play_held_out(question).at_peak["evaluation"]
+        # Nothing is kept for a backward pass: one sheet serves every kind of checkpointing and accumulation.
+        alike = replace(question, checkpointing="none", kept_gradients=0, hook_takes_gradients=False)
+        added["evaluation"] = play_held_out(alike).at_peak["evaluation"]
         added["save"] = _save(shape, question, stack)
         held |= {"evaluation": between, "save": between}
     phases = {p: _static(held[p]) + sum(terms.values()) for p, terms in added.items()}

@@ -62,7 +62,8 @@ class Sheet:
         self.terms = dict.fromkeys(TERMS, 0)
         self.phase = "forward"
         self.peaks: dict[str, int] = {}
-        self.at_peak: dict[str, dict[str, int]] = {}
+        self._at_peak: dict[str, dict[str, int]] = {}
+        self._rising = False  # at the highest moment of the phase: its terms are noted when something goes
         self.nodes: list[Node] = []
         self.grad_enabled = True
         self.gradients: dict[str, int] = {}  # parameter name -> bytes of its .grad
@@ -78,15 +79,31 @@ class Sheet:
 
     def add(self, size: int, term: str) -> None:
         """Bytes that come to life, without a tensor to hold them."""
-        self.live += size
+        live = self.live + size
+        if live > self.peaks.get(self.phase, -1):
+            self.peaks[self.phase] = live
+            self._rising = True
+        elif self._rising and size < 0:
+            self._note()
+        self.live = live
         self.terms[term] += size
-        if self.live > self.peaks.get(self.phase, -1):
-            self.peaks[self.phase] = self.live
-            self.at_peak[self.phase] = dict(self.terms)
 
     def remove(self, size: int, term: str) -> None:
+        if self._rising:
+            self._note()
         self.live -= size
         self.terms[term] -= size
+
+    def _note(self) -> None:
+        self._at_peak[self.phase] = dict(self.terms)
+        self._rising = False
+
+    @property
+    def at_peak(self) -> dict[str, dict[str, int]]:
+        """Phase -> what was alive at its highest moment, by term."""
+        if self._rising:
+            self._note()
+        return self._at_peak
 
     def flash(self, size: int, term: str = "temporaries") -> None:
         """Bytes that live for a moment."""
@@ -95,6 +112,8 @@ class Sheet:
             self.remove(size, term)
 
     def enter(self, phase: str) -> None:
+        if self._rising:
+            self._note()
         self.phase = phase
         self.add(0, "temporaries")
 
@@ -136,7 +155,8 @@ class Sheet:
         inputs = [t for t in inputs if t.needs_grad]
         needs = self.grad_enabled and bool(inputs or weights)
         output = self.new(size, None, needs)
-        self.flash(scratch)
+        if scratch:
+            self.flash(scratch)
         if needs:
             kept = [*saved, output] if save_output else list(saved)
             for tensor in kept:
@@ -164,7 +184,8 @@ class Sheet:
             self.hand_over()
 
     def _run(self, node: Node, grad: Paper) -> list[tuple[Paper, Paper]]:
-        self.flash(node.early)
+        if node.early:
+            self.flash(node.early)
         if node.scratch:
             self.add(node.scratch, "temporaries")
         made: list[tuple[Paper, Paper]] = []
