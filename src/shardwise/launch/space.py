@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.errors import UsageError
-from shardwise.plan.saving import checkpoint_bytes, trained
+from shardwise.estimate.memory.states import counts_of
+from shardwise.plan.saving import checkpoint_bytes
 from shardwise.units import format_bytes
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def space(job: "Job", folder: Path) -> Space:
     saves = max(1, -(-steps // every)) if isinstance(every, int) and every and steps else 1
     count = min(saves, recipe.checkpoint.keep + 1) + (1 if saves > 1 else 0)
     each = checkpoint_bytes(job.shape, stack)
-    result = trained(job.shape, stack) * (2 if recipe.training.precision == "bf16" else 4)
+    result = counts_of(job.shape, stack).trained * (2 if recipe.training.precision == "bf16" else 4)
     return Space(each, count, count * each + result, shutil.disk_usage(existing(folder)).free)
 
 

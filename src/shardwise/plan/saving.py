@@ -2,7 +2,7 @@
 
 from math import ceil
 
-from shardwise.estimate.memory.states import OPTIMIZER_STATES, counts
+from shardwise.estimate.memory.states import OPTIMIZER_STATES, counts_of
 from shardwise.estimate.speed import constants as c
 from shardwise.estimate.stack import Stack
 from shardwise.facts.gpus import Gpu
@@ -44,13 +44,7 @@ def checkpoint_bytes(shape: ModelShape, stack: Stack) -> int:
     """Size of one checkpoint: trained weights in the precision the optimizer keeps, and its states."""
     low = stack.precision == "bf16" and not stack.master_weights
     states = OPTIMIZER_STATES[stack.optimizer] * (0.5 if low and stack.optimizer == "adamw" else 1.0)
-    return int(trained(shape, stack) * ((2 if low else 4) + states))
-
-
-def trained(shape: ModelShape, stack: Stack) -> int:
-    """Parameters a checkpoint holds."""
-    of = counts(shape, stack.method, stack.lora_rank, stack.lora_targets, stack.dora, experts=False)
-    return of.trained
+    return int(counts_of(shape, stack).trained * ((2 if low else 4) + states))
 
 
 def stall_seconds(shape: ModelShape, stack: Stack, gpu: Gpu, background: bool) -> float:

@@ -1,5 +1,6 @@
 """Host memory and disk of one node: loading, offloaded states, pinned buffers, processes."""
 
+from shardwise.estimate.memory.states import counts_of
 from shardwise.estimate.stack import Stack
 from shardwise.facts.model import ModelShape
 from shardwise.units import GIB
@@ -40,11 +41,7 @@ def disk_bytes_per_node(shape: ModelShape, stack: Stack, nvme_per_rank: int) -> 
 
     Where states are split over the ranks, each node writes its own part of a checkpoint.
     """
-    trained = (
-        shape.total_parameters
-        if stack.method == "full"
-        else shape.lora_parameters(stack.lora_rank, stack.lora_targets, stack.dora)
-    )
+    trained = counts_of(shape, stack).trained
     nodes = 1 if stack.sharding in ("single", "ddp") else max(1, stack.world_size // stack.gpus_per_node)
     checkpoint = 12 * trained // nodes + 4 * trained  # fp32 weights and two Adam states; exported weights
     return (

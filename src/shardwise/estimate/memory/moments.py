@@ -11,7 +11,7 @@ from functools import lru_cache
 from shardwise.estimate.memory.held_out import play_evaluation
 from shardwise.estimate.memory.paper import Sheet
 from shardwise.estimate.memory.play import Question, play
-from shardwise.estimate.memory.states import UPDATE_TEMPORARIES, Held
+from shardwise.estimate.memory.states import UPDATE_TEMPORARIES, Held, counts_of
 from shardwise.estimate.memory.symbols import whole
 from shardwise.estimate.memory.terms import TERMS
 from shardwise.estimate.memory.trainer import OURS, Trainer
@@ -115,12 +115,9 @@ def _resting_gradients(states: Held, shape: ModelShape, stack: Stack) -> int:
     """Bytes of gradient buffers that a step does not free: DDP's buckets, and the sums of ZeRO-1."""
     if not states.gradients or stack.sharding not in ("ddp", "zero1"):
         return 0
-    trained = (
-        shape.total_parameters
-        if stack.method == "full"
-        else shape.lora_parameters(stack.lora_rank, stack.lora_targets, stack.dora)
+    return counts_of(shape, stack).trained * (
+        4 if stack.sharding == "zero1" or stack.precision == "fp32" else 2
     )
-    return trained * (4 if stack.sharding == "zero1" or stack.precision == "fp32" else 2)
 
 
 # Looking for NaN in a tensor takes its absolute values, and three booleans per element.
@@ -133,10 +130,7 @@ def _save(shape: ModelShape, question: Question, stack: Stack) -> dict[str, int]
     The copy from which a save in the background is written lies in host memory. What ZeRO-3 gathered for the
     evaluation before is still there.
     """
-    largest = max(t.size for t in shape.tensors)
-    if stack.method != "full":
-        largest = max(stack.lora_rank * max(t.shape[:2]) for t in shape.adapted(stack.lora_targets))
-    around = question.around
+    largest, around = counts_of(shape, stack).largest, question.around
     if stack.sharding.startswith("zero"):
         return {"engine": around.constant + around.live, "temporaries": 4 * largest}
     width = BOOLEANS + (2 if stack.precision == "bf16" and not stack.master_weights else 4)

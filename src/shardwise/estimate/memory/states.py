@@ -53,6 +53,11 @@ def counts(
     return Counts(total, trained, total - four, four, total - four, largest)
 
 
+def counts_of(shape: ModelShape, stack: Stack, quantised_experts: bool = False) -> Counts:
+    """`counts` of a stack."""
+    return counts(shape, stack.method, stack.lora_rank, stack.lora_targets, stack.dora, quantised_experts)
+
+
 @dataclass(frozen=True, slots=True)
 class Held:
     """Bytes one rank holds all the time, on the device and in host memory."""
@@ -76,9 +81,7 @@ def held(shape: ModelShape, stack: Stack, trainer: Trainer) -> Held:
     ZeRO-1 splits optimizer states over the ranks, ZeRO-2 gradients too, ZeRO-3 and FSDP weights too
     (arXiv 1910.02054, section 3).
     """
-    n = counts(
-        shape, stack.method, stack.lora_rank, stack.lora_targets, stack.dora, trainer.quantised_experts
-    )
+    n = counts_of(shape, stack, trainer.quantised_experts)
     c = 2 if stack.precision == "bf16" else 4
     ranks = stack.dp_shard
     weight_shards = ranks if stack.sharding in ("fsdp2", "zero3") else 1
