@@ -8,7 +8,7 @@ from shardwise.estimate.speed import step_seconds
 from shardwise.estimate.stack import Checkpointing
 from shardwise.facts.catalogue import catalogue_shape
 from shardwise.facts.gpus import load_prices, parse_offer
-from shardwise.plan.fastest import EQUAL, Grid, fastest, needed
+from shardwise.plan.fastest import EQUAL, Grid, fastest
 from shardwise.plan.model import DataFacts, host_problem, verdict
 from shardwise.plan.question import Question
 from shardwise.plan.search import METHODS, answer, grids
@@ -74,7 +74,7 @@ def test_bounds_find_what_trying_everything_finds(name: str, gpus: str, length: 
         every = [(kind, micro) for kind in grid.kinds for micro in grid.micros]
         if best is None:
             assert not found.sure
-            assert needed(found.memory) == min(needed(grid.memory(*at)) for at in every), grid.base
+            assert found.memory.needed_bytes == min(grid.memory(*at).needed_bytes for at in every), grid.base
         else:
             kind, least = best
             assert found.sure and found.stack.activation_checkpointing == kind, grid.base
@@ -91,7 +91,7 @@ def test_the_bound_is_below_every_estimate(name: str, gpus: str, length: int) ->
     for grid in every_grid(question(name, gpus, length)):
         for kind in grid.kinds:
             for micro in grid.micros:
-                assert grid.at_least(kind, micro) <= needed(grid.memory(kind, micro)), (
+                assert grid.at_least(kind, micro) <= grid.memory(kind, micro).needed_bytes, (
                     grid.base,
                     kind,
                     micro,

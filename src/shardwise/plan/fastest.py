@@ -104,7 +104,7 @@ class Grid:
 
     def _at_least(self, kind: Checkpointing, micro: int) -> int:
         if self.alone is None:
-            return needed(self.memory(kind, micro))
+            return self.memory(kind, micro).needed_bytes
         alone, (first, *others) = self.alone, self.alone.micros
         forward = alone.forward_bytes(kind, first)
         if others:
@@ -114,8 +114,7 @@ class Grid:
 
     def high_bytes(self, micro: int, layers: int) -> int:
         """What one device may need at most with so many layers recomputed: `verdict` says fits when it is there."""
-        memory = self.memory(layers or "none", micro)
-        return memory.high_bytes + memory.fixed_bytes
+        return self.memory(layers or "none", micro).most_needed_bytes
 
     def layers_at_least(self, micro: int, capacity: int, exact: bool = False) -> int | None:
         """A lower bound of how many layers must be recomputed; None: no number of them is enough.
@@ -163,11 +162,6 @@ class Grid:
             h = held(self.shape, self.stack(kind, micro), OURS)
             found = self._static[accumulates] = h.weights + h.masters + h.optimizer + h.gradients
         return found
-
-
-def needed(memory: MemoryEstimate) -> int:
-    """What one device must hold: live tensors and what the process takes beside them."""
-    return memory.allocated_bytes + memory.fixed_bytes
 
 
 @lru_cache(maxsize=8192)
@@ -234,9 +228,9 @@ def fastest(grid: Grid, offer: Offer, limit: float = inf) -> Found | None:
     # The smallest: one sequence at a time, or as many as leave nothing to accumulate.
     ends = [(kind, micro) for kind in grid.kinds for micro in {grid.micros[0], grid.micros[-1]}]
     low = min(ends, key=lambda at: (grid.at_least(*at), at[1]))
-    limit_bytes = needed(grid.memory(*low))
+    limit_bytes = grid.memory(*low).needed_bytes
     close = [at for at in ends if grid.at_least(*at) <= limit_bytes]
-    smallest = min(close, key=lambda at: (needed(grid.memory(*at)), at[1]))
+    smallest = min(close, key=lambda at: (grid.memory(*at).needed_bytes, at[1]))
     return Found(grid.stack(*smallest), grid.memory(*smallest), False)
 
 

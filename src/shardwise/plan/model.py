@@ -76,7 +76,7 @@ class Plan:
     @property
     def needed_bytes(self) -> int:
         """What one device must hold: live tensors and what the process takes beside them."""
-        return self.memory.allocated_bytes + self.memory.fixed_bytes
+        return self.memory.needed_bytes
 
     @property
     def head_room(self) -> float:
@@ -151,9 +151,9 @@ def host_problem(shape: ModelShape, stack: Stack, offer: Offer, memory: MemoryEs
 
 def verdict(memory: MemoryEstimate, capacity_bytes: int) -> Verdict:
     """fits: the upper bound of the estimate fits. tight: only the estimate itself does."""
-    if memory.high_bytes + memory.fixed_bytes <= capacity_bytes:
+    if memory.most_needed_bytes <= capacity_bytes:
         return "fits"
-    if memory.allocated_bytes + memory.fixed_bytes <= capacity_bytes:
+    if memory.needed_bytes <= capacity_bytes:
         return "tight"
     return "does not fit"
 

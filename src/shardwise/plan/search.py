@@ -284,7 +284,7 @@ def _search(asked: _Search) -> tuple[tuple[Plan, ...], dict[str, tuple[int, Stac
         if found is None:
             continue
         if not found.sure:
-            smallest[engine] = found.memory.allocated_bytes + found.memory.fixed_bytes, found.stack
+            smallest[engine] = found.memory.needed_bytes, found.stack
             if verdict(found.memory, capacity) == "does not fit":
                 continue
         speed = estimate_speed(question.shape, offer.gpu, found.stack)

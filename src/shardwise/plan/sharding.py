@@ -274,7 +274,7 @@ def _try(recipe: Recipe, shape: ModelShape, offer: Offer, base: Stack, batch: in
 def _compared(found: _Tried | None, shape: ModelShape, offer: Offer, stack: Stack) -> _Tried:
     """What was found so far, and `stack` in its place where it needs less or is faster by what counts."""
     memory = estimate_memory(shape, stack)
-    needed = memory.allocated_bytes + memory.fixed_bytes
+    needed = memory.needed_bytes
     host = not host_problem(shape, stack, offer, memory)
     if found is None or needed < found.least_bytes:
         kept = (found.best_seconds, found.best) if found is not None else (float("inf"), None)
@@ -290,8 +290,8 @@ def _some_layers(shape: ModelShape, offer: Offer, stack: Stack) -> Stack | None:
     """`stack`, which recomputes nothing, with as few layers recomputed as fit; None: it fits, or none helps."""
 
     def needs(count: int) -> int:
-        memory = estimate_memory(shape, replace(stack, activation_checkpointing=count or "none"))
-        return memory.high_bytes + memory.fixed_bytes
+        tried = replace(stack, activation_checkpointing=count or "none")
+        return estimate_memory(shape, tried).most_needed_bytes
 
     limit = offer.gpu.usable_bytes
     count = None if needs(0) <= limit else least_layers(shape.num_hidden_layers, needs, limit)

@@ -52,6 +52,16 @@ class MemoryEstimate:
     paged_bytes: int = 0
 
     @property
+    def needed_bytes(self) -> int:
+        """What one device must hold: live tensors and what the process takes beside them."""
+        return self.allocated_bytes + self.fixed_bytes
+
+    @property
+    def most_needed_bytes(self) -> int:
+        """The same at the upper bound of the estimate: a plan fits where this is there."""
+        return self.high_bytes + self.fixed_bytes
+
+    @property
     def device_bytes(self) -> int:
         """What the vendor's tool (nvidia-smi) will show where there is room for paged states."""
         return self.reserved_bytes + self.fixed_bytes + self.paged_bytes

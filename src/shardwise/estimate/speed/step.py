@@ -215,7 +215,7 @@ def _paging(shape: ModelShape, gpu: Gpu, stack: Stack) -> float:
     memory = estimate_memory(shape, stack, replace(ours(stack), state_bytes=4))
     # A program's paged fp32 states are counted as if they had to stay.
     states = memory.paged_bytes or memory.term("optimizer")
-    over = memory.allocated_bytes + memory.fixed_bytes + memory.paged_bytes - gpu.usable_bytes
+    over = memory.needed_bytes + memory.paged_bytes - gpu.usable_bytes
     paged = min(max(0, over), states)
     return 2 * paged / (gpu.pcie.bytes_per_second * c.PCIE)
 
