@@ -74,8 +74,8 @@ class Going:
         found = {}
         for child in psutil.Process(self.process.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):  # some live only for a moment
-                if "shardwise.training.main" in " ".join(child.cmdline()):
-                    found.setdefault(int(child.environ()["RANK"]), child.pid)  # not what it forks
+                if "-m shardwise.training " in " ".join(child.cmdline()):
+                    found.setdefault(int(child.environ().get("RANK", 0)), child.pid)  # not what it forks
         return [found[rank] for rank in sorted(found)]
 
     def everyone(self) -> list[int]:

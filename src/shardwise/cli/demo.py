@@ -43,6 +43,7 @@ def demo(steps: int, folder: Path) -> None:
     """Fine-tune SmolLM2-135M on this machine: plan, train, before and after, estimate against measured."""
     from shardwise.cli.train import decide_and_show, run_and_report
     from shardwise.data.standard_library import write_pairs
+    from shardwise.launch.ahead import Ahead
     from shardwise.recipe import load_recipe
 
     model = demo_model()
@@ -55,8 +56,9 @@ def demo(steps: int, folder: Path) -> None:
     recipe_path.write_text(
         RECIPE.format(model=model, train=train, validation=validation, steps=steps, runs=folder / "runs")
     )
-    job = decide_and_show(load_recipe(recipe_path))
-    run_and_report(job)
+    recipe = load_recipe(recipe_path)
+    with Ahead(recipe) as ahead:
+        run_and_report(decide_and_show(recipe), ahead=ahead)
 
 
 def demo_model() -> Path:

@@ -7,6 +7,7 @@ import click
 
 if TYPE_CHECKING:
     from shardwise.data import DataReport
+    from shardwise.launch.ahead import Ahead
     from shardwise.launch.job import Job
     from shardwise.recipe import Recipe
     from shardwise.runs import RunFolder
@@ -44,6 +45,7 @@ def train(
     A run that is resumed goes on from its newest good checkpoint, also with --set on other ranks or under
     another engine. Exit codes: 0 done, 1 failed, 2 refused, 74 disk full, 75 stopped with its state saved.
     """
+    from shardwise.launch.ahead import Ahead
     from shardwise.launch.space import require_writable
     from shardwise.recipe import load_recipe, parse_recipe
     from shardwise.runs import open_run
@@ -66,13 +68,15 @@ def train(
         recipe = load_recipe(recipe_path, settings)
         require_writable(Path(recipe.run.folder))
         refuse_taken(recipe.run.folder, recipe.run.name)
-    job = decide_and_show(recipe)
     if dry_run:
+        decide_and_show(recipe)
         click.echo("dry run: nothing was started")
         return
-    if job.plan.verdict == "does not fit" and not anyway:
-        raise does_not_fit(job)
-    run_and_report(job, run, accepted)
+    with Ahead(recipe) as ahead:
+        job = decide_and_show(recipe)
+        if job.plan.verdict == "does not fit" and not anyway:
+            raise does_not_fit(job)
+        run_and_report(job, run, accepted, ahead)
 
 
 def decide_and_show(recipe: "Recipe") -> "Job":
@@ -98,7 +102,12 @@ def decide_and_show(recipe: "Recipe") -> "Job":
     return job
 
 
-def run_and_report(job: "Job", run: "RunFolder | None" = None, accepted: tuple[str, ...] = ()) -> "RunFolder":
+def run_and_report(
+    job: "Job",
+    run: "RunFolder | None" = None,
+    accepted: tuple[str, ...] = (),
+    ahead: "Ahead | None" = None,
+) -> "RunFolder":
     """Start the ranks; at the end print estimate against measurement and write report.html."""
     from rich.console import Console
 
@@ -109,7 +118,7 @@ def run_and_report(job: "Job", run: "RunFolder | None" = None, accepted: tuple[s
     from shardwise.report.run_view import view_run
     from shardwise.runs.jsonfile import write_text
 
-    done = execute(job, decided_json(job.plan), run, accepted)
+    done = execute(job, decided_json(job.plan), run, accepted, ahead)
     write_text(done.report_path, run_html(view_run(done)))
     print_run(Console(highlight=False), view_run(done))  # read again: now the report is one of its files
     return done

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Mapping
 
+from shardwise.launch.ahead import RANK, Ahead
 from shardwise.launch.local import Outcome, start
 from shardwise.recipe import Recipe
 from shardwise.runs import RunFolder
@@ -11,8 +12,16 @@ from shardwise.runs.checkpoints import choose, pass_over
 RESUME_STEP = "SHARDWISE_RESUME_STEP"  # environment: the step whose checkpoint has been verified
 
 
-def attempts(run: RunFolder, recipe: Recipe, environment: Mapping[str, str], step: int | None) -> Outcome:
+def attempts(
+    run: RunFolder,
+    recipe: Recipe,
+    environment: Mapping[str, str],
+    step: int | None,
+    ahead: Ahead | None = None,
+) -> Outcome:
     """Run the ranks to their end, from the checkpoint of `step` or from the beginning (None).
+
+    A rank that waits `ahead` is the first one of the first attempt.
 
     A rank that was killed by a signal or hung is no fault of the recipe: the ranks go on from the newest good
     checkpoint, or begin again without one, at most `checkpoint.restarts` times without a newer checkpoint. A
@@ -22,12 +31,12 @@ def attempts(run: RunFolder, recipe: Recipe, environment: Mapping[str, str], ste
     assert processes != "auto"
     left = recipe.checkpoint.restarts
     while True:
-        command = [sys.executable, "-m", "shardwise.training.main", str(run.path)]
+        command = [*RANK, str(run.path)]
         ours = {**environment}
         if step is not None:
             command.append("--resume")
             ours[RESUME_STEP] = str(step)
-        outcome = start(command, processes, run.logs_path, ours)
+        outcome = start(command, processes, run.logs_path, ours, ahead=ahead)
         failure = outcome.failure
         by_chance = failure is not None and not failure.out_of_memory and (failure.hung or failure.signal)
         if not by_chance or outcome.stop_asked:

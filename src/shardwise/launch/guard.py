@@ -9,7 +9,13 @@ import os
 import signal
 import sys
 
+GUARD = os.path.abspath(__file__)
 PR_SET_PDEATHSIG = 1  # prctl(2): the signal this process gets when the thread that started it ends
+
+
+def guarded(command: list[str]) -> list[str]:
+    """The command that runs `command` bound to this process."""
+    return [sys.executable, "-I", "-S", GUARD, str(os.getpid()), *command]
 
 
 def bind(launcher: int) -> None:

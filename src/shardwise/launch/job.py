@@ -25,6 +25,7 @@ from shardwise.facts.model import ModelShape, read_model
 from shardwise.facts.versions import installed_versions
 from shardwise.facts.weights import weights_digest
 from shardwise.launch import operators
+from shardwise.launch.ahead import Ahead
 from shardwise.launch.attempts import attempts, tell
 from shardwise.launch.local import Failure
 from shardwise.launch.precision import Probe
@@ -164,9 +165,15 @@ def facts_of(prepared: Prepared, recipe: Recipe) -> DataFacts:
 
 
 def execute(
-    job: Job, plan_json: Mapping[str, Any], run: RunFolder | None = None, accepted: Sequence[str] = ()
+    job: Job,
+    plan_json: Mapping[str, Any],
+    run: RunFolder | None = None,
+    accepted: Sequence[str] = (),
+    ahead: Ahead | None = None,
 ) -> RunFolder:
     """Start the ranks of a job and wait; with `run`, continue it from its newest good checkpoint.
+
+    A rank that waits `ahead` for this job is told to begin.
 
     `accepted` names changes since that checkpoint that are wanted. Ranks that were killed or hung are started
     again from the newest good checkpoint, `checkpoint.restarts` times in a row.
@@ -187,7 +194,7 @@ def execute(
         run.acquire()
         step = _go_on_from(run, job, accepted)
     try:
-        outcome = attempts(run, job.recipe, environment, step)
+        outcome = attempts(run, job.recipe, environment, step, ahead)
         return _finish(run, job, outcome.exit_code, outcome.failure)
     except BaseException as problem:
         if run.path.exists() and run.read_status().state == "running":

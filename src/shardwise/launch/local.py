@@ -18,6 +18,8 @@ from types import FrameType
 from typing import IO
 
 from shardwise.errors import UsageError
+from shardwise.launch.ahead import Ahead
+from shardwise.launch.guard import guarded
 from shardwise.launch.memory import kernel_kills, resident_bytes
 from shardwise.launch.ports import choose_port
 from shardwise.launch.terminal import Channel, open_channel
@@ -33,7 +35,6 @@ POLL_SECONDS = 0.05
 TAIL_LINES = 20
 # The last line of a Python traceback, as plain Python and as torch print it.
 _RAISED = re.compile(r"^(?:\[rank\d+\]: )?([A-Za-z_][\w.]*(?:Error|Exception)\b.*)")
-GUARD = Path(__file__).with_name("guard.py")
 
 # What a rank says when a peer is gone: a consequence, never named as the cause while there is another one.
 ECHOES = (
@@ -119,6 +120,7 @@ def start(
     logs: Path,
     environment: Mapping[str, str] | None = None,
     output: IO[bytes] | None = None,
+    ahead: Ahead | None = None,
 ) -> Outcome:
     """Run `command` as `processes` ranks and wait for their end.
 
@@ -127,6 +129,8 @@ def start(
     (standard error when None), through a pseudo-terminal when that is one. SIGINT and SIGTERM are passed on
     once, so that the ranks can save and stop; a second one ends them at once. When one rank dies, the others
     are ended within seconds. No rank survives the launcher (on Linux, not even its `kill -9`).
+
+    A process that waits `ahead` becomes the rank of a run that has one.
 
     Raises UsageError when the environment fixes MASTER_PORT to a port that is in use.
     """
@@ -141,7 +145,10 @@ def start(
     try:
         for number in range(processes):
             ours = _environment(given, number, processes, port)
-            watch.ranks.append(_spawn(command, number, logs, ours, output))
+            log = logs / f"rank-{number}.log"
+            waiting = ahead.take(command, ours, log) if ahead and processes == 1 else None
+            process, channel = waiting or _spawn(command, number, log, ours, output)
+            watch.ranks.append(_Rank(number, process, log, channel))
         _wait(watch)
     finally:
         watch.kill()
@@ -172,13 +179,12 @@ def _environment(given: Mapping[str, str], number: int, processes: int, port: in
 
 
 def _spawn(
-    command: Sequence[str], number: int, logs: Path, environment: dict[str, str], output: IO[bytes] | None
-) -> _Rank:
-    log_path = logs / f"rank-{number}.log"
-    channel = open_channel(log_path, echo=number == 0, output=output)
+    command: Sequence[str], number: int, log: Path, environment: dict[str, str], output: IO[bytes] | None
+) -> tuple[subprocess.Popen[bytes], Channel]:
+    channel = open_channel(log, echo=number == 0, output=output)
     try:
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), *command],
+            guarded(list(command)),
             stdin=subprocess.DEVNULL,
             stdout=channel.write_end,
             stderr=channel.write_end,
@@ -189,7 +195,7 @@ def _spawn(
         channel.close()
         raise
     channel.started()
-    return _Rank(number, process, log_path, channel)
+    return process, channel
 
 
 def _install(watch: _Watch) -> dict[int, object]:

@@ -17,9 +17,7 @@ class Probe:
 
     def __init__(self, recipe: Recipe) -> None:
         self._running: subprocess.Popen[str] | None = None
-        machine = detect_machine()
-        on_cpu = recipe.engine.device == "cpu" or (recipe.engine.device == "auto" and machine.device == "cpu")
-        if recipe.training.precision != "auto" or not on_cpu or _known(machine.threads):
+        if not to_be_measured(recipe):
             return
         self._running = subprocess.Popen(
             [sys.executable, "-m", "shardwise.training.probe"],
@@ -45,6 +43,13 @@ class Probe:
         if self._running is not None and self._running.poll() is None:
             self._running.kill()
             self._running.communicate()
+
+
+def to_be_measured(recipe: Recipe) -> bool:
+    """Whether the precision of this recipe's run depends on rates of this processor that nobody has measured."""
+    machine = detect_machine()
+    on_cpu = recipe.engine.device == "cpu" or (recipe.engine.device == "auto" and machine.device == "cpu")
+    return recipe.training.precision == "auto" and on_cpu and not _known(machine.threads)
 
 
 def _known(threads: int) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 from shardwise.errors import RunError, UsageError
 from shardwise.estimate.speed.collectives import Group, group
 from shardwise.facts.gpus import Offer
-from shardwise.launch.local import GUARD
+from shardwise.launch.guard import guarded
 from shardwise.launch.targets.parts import PORT
 from shardwise.units import format_bytes
 
@@ -283,8 +283,7 @@ def _start(
         environment = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo", **environment}
     with result.with_name(f"{number}.log").open("wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), sys.executable,
-             "-m", "shardwise.training.links", str(result)],
+            guarded([sys.executable, "-m", "shardwise.training.links", str(result)]),
             stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             env={**os.environ, **environment, **{k: str(v) for k, v in variables.items()}},
         )  # fmt: skip

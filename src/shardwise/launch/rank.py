@@ -17,8 +17,9 @@ from pathlib import Path
 from types import FrameType
 
 from shardwise.errors import Interrupted, UsageError
-from shardwise.launch.guard import bind
-from shardwise.launch.local import ECHOES, GUARD
+from shardwise.launch.ahead import RANK
+from shardwise.launch.guard import bind, guarded
+from shardwise.launch.local import ECHOES
 from shardwise.launch.terminal import open_channel
 from shardwise.runs import RunFolder
 from shardwise.runs.jsonfile import read_json, write_json
@@ -86,11 +87,11 @@ def run_rank(run: RunFolder, environment: Mapping[str, str], echo: bool = False)
     record.unlink(missing_ok=True)
     run.logs_path.mkdir(parents=True, exist_ok=True)
     log = log_path(run, rank)
-    command = [sys.executable, "-m", "shardwise.training.main", str(run.path)]
+    command = [*RANK, str(run.path)]
     command += ["--resume"] if run.checkpoints() else []
     channel = open_channel(log, echo=echo and rank == 0, output=None)
     process = subprocess.Popen(
-        [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), *command],
+        guarded(command),
         stdin=subprocess.DEVNULL,
         stdout=channel.write_end,
         stderr=channel.write_end,

@@ -16,11 +16,14 @@ from typing import IO
 
 @dataclass
 class Channel:
-    """`write_end` is the rank's stdout and stderr. Without an echo it is the log file itself."""
+    """`write_end` is the rank's stdout and stderr. Without an echo it is the log file itself.
+
+    What a rank says before there is a log waits in the pipe.
+    """
 
     write_end: int
     read_end: int | None
-    log: IO[bytes]
+    log: IO[bytes] | None
     output: IO[bytes] | None
     _closed: bool = field(default=False)
 
@@ -28,6 +31,10 @@ class Channel:
         """The rank has its own write end now; ours must go, or the end of the stream never comes."""
         if self.read_end is not None:
             os.close(self.write_end)
+
+    def keep(self, path: Path) -> None:
+        """From now on, what is said is kept there."""
+        self.log = path.open("ab", buffering=0)
 
     def pump(self, wait_seconds: float) -> None:
         """Copy what has come, waiting at most so long for the first of it."""
@@ -47,7 +54,8 @@ class Channel:
                 self.read_end = None
                 return
             with suppress(OSError):  # a full disk: what was said still reaches the terminal
-                self.log.write(chunk)
+                if self.log is not None:
+                    self.log.write(chunk)
             if self.output is not None:
                 with suppress(OSError, ValueError):  # a closed terminal does not end a run
                     self.output.write(chunk)
@@ -61,13 +69,18 @@ class Channel:
         if self.read_end is not None:
             os.close(self.read_end)
             self.read_end = None
-        self.log.close()
+        if self.log is not None:
+            self.log.close()
 
 
-def open_channel(log_path: Path, echo: bool, output: IO[bytes] | None) -> Channel:
-    """A log alone, or a log with an echo to `output` (standard error), a terminal if that is one."""
-    log = log_path.open("ab", buffering=0)
+def open_channel(log_path: Path | None, echo: bool, output: IO[bytes] | None) -> Channel:
+    """A log alone, or a log with an echo to `output` (standard error), a terminal if that is one.
+
+    With an echo the log may come later, by `Channel.keep`.
+    """
+    log = log_path.open("ab", buffering=0) if log_path is not None else None
     if not echo:
+        assert log is not None
         return Channel(log.fileno(), None, log, None)
     target = output if output is not None else getattr(sys.stderr, "buffer", None)
     if target is not None and target.isatty():

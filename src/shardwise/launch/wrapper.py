@@ -25,8 +25,8 @@ from typing import Any
 from shardwise.errors import Interrupted, RunError, ShardwiseError, UsageError
 from shardwise.launch import operators, preflight
 from shardwise.launch.cluster import decide_for, offer_of, open_folder, ranks_of_a_node, read_plan
+from shardwise.launch.guard import guarded
 from shardwise.launch.job import Job, add_estimate
-from shardwise.launch.local import GUARD
 from shardwise.launch.rank import ATTEMPT, RankEnd, log_path, rank_ends, stop_path
 from shardwise.launch.targets.parts import JOIN_SECONDS, OUTCOME, PORT
 from shardwise.recipe import load_recipe
@@ -187,7 +187,7 @@ def launch(command: Sequence[str], started: Started, node: int) -> int:
     started.run.logs_path.mkdir(exist_ok=True)
     with (started.run.logs_path / f"launcher-{node}.log").open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), *_absolute(command)],
+            guarded(_absolute(command)),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

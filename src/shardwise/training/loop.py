@@ -136,7 +136,7 @@ def train(job: Job, start: int, bar: Bar) -> Totals:
                 first = mean if first is None else first
                 if lead:
                     _log_step(job, step, mean, norm, rate, elapsed, used)
-                    bar.step(step + 1, mean, tokens / seconds, job.meter.peak.bytes)
+                    bar.step(step + 1, mean, tokens / seconds, job.meter.peak.bytes or None)
                 for text in first_steps.after_update(mean):
                     if lead:
                         bar.say(f"warning: {text}")
@@ -236,7 +236,7 @@ def _left_out(job: Job, problem: NotFiniteError, policy: Policy) -> tuple[int | 
 def _log_step(
     job: Job, step: int, mean: float, norm: float, rate: float, elapsed: float, used: float
 ) -> None:
-    tokens = job.order.tokens(step)
+    tokens, live = job.order.tokens(step), job.meter.allocated_bytes
     job.run.event(
         "step",
         step=step + 1,
@@ -248,8 +248,8 @@ def _log_step(
         seconds=elapsed,
         cpu_seconds=used,
         tokens_per_second=tokens / elapsed,
-        allocated_bytes=job.meter.allocated_bytes,
-        peak_allocated_bytes=job.meter.peak.bytes,
+        allocated_bytes=live,
+        peak_allocated_bytes=max(job.meter.peak.bytes, live),  # what lives, before a step has been followed
         resident_bytes=resident_bytes(),
         epoch=job.order.passes(step + 1),
     )

@@ -1,4 +1,4 @@
-"""One rank of a run: `python -m shardwise.training.main RUN_FOLDER [--resume]`. Started by shardwise.launch."""
+"""One rank of a run, from its recipe to its summary. `__main__` starts it."""
 
 import errno
 import math
@@ -26,7 +26,7 @@ from shardwise.runs import RunFolder
 from shardwise.runs.changes import Change, accepted_of, check, compare, facts
 from shardwise.runs.checkpoints import Skipped, best, chosen, facts_of, pass_over, sha256
 from shardwise.runs.effective import effective
-from shardwise.training import checks, leave, samples
+from shardwise.training import checks, samples
 from shardwise.training.adapters.peft_import import import_peft
 from shardwise.training.build import build_engine
 from shardwise.training.checkpoint.load import load
@@ -128,8 +128,9 @@ def rank_main(run: RunFolder, ranks: Ranks, stop: Stop, resume: bool) -> None:
     job = Job(run, recipe, engine, documents, prepared.validation, feed, meter, stop, made_by, watch)
     lead = ranks.rank == 0
     bar = Bar(feed.steps, start, shown=lead)
-    tokenizer = load_tokenizer(folder.path)
-    prompts = samples.pick(prepared.validation, tokenizer, recipe.evaluation.samples)
+    asked = recipe.evaluation.samples if prepared.validation is not None else 0
+    tokenizer = load_tokenizer(folder.path) if asked else None
+    prompts = samples.pick(prepared.validation, tokenizer, asked)
     try:
         if lead:
             run.track(recipe.run.tracking, recipe.model_dump(mode="json"))
@@ -316,7 +317,3 @@ def _pairs(run: RunFolder) -> list[dict[str, Any]]:
 
 def _first_evaluation(run: RunFolder) -> float | None:
     return next((e.model_dump()["loss"] for e in run.events("evaluation")), None)
-
-
-if __name__ == "__main__":
-    leave.run(main)

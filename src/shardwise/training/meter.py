@@ -1,10 +1,10 @@
 """What a run takes: bytes of live tensors, resident memory, seconds.
 
 On CUDA the caching allocator's statistics are read. On the CPU torch keeps none, so storages are followed by a
-`StorageLog` during measured steps, which take about a fifth longer: the first, and of those after it, where optimizer
-states are there all the time, the one with the largest micro-batch (`heaviest`). Where the order of rows is not known
-beforehand these are the first two, and any later step with a larger micro-batch than those before. The rest of the
-run goes unwatched at full speed.
+`StorageLog` during measured steps, which take about a fifth longer: the one with the largest micro-batch and, where
+that is the first, whose optimizer states only come to be at its end, the largest of the others too (`heaviest`).
+Where the order of rows is not known beforehand these are the first two, and any later step with a larger micro-batch
+than those before. The rest of the run goes unwatched at full speed.
 """
 
 import resource
@@ -60,7 +60,8 @@ class Meter:
         if self.device.type == "cuda":
             return "CUDA allocator statistics (max_memory_allocated), every step"
         if self.device.type == "cpu":
-            return f"bytes of live tensors, storages followed during {self.watched_steps} steps"
+            steps = "1 step" if self.watched_steps == 1 else f"{self.watched_steps} steps"
+            return f"bytes of live tensors, storages followed during {steps}"
         return "driver's count at the end of every phase"
 
     def choose(self, start: int, largest: Sequence[int]) -> None:
@@ -135,11 +136,19 @@ class Meter:
 
 
 def heaviest(start: int, largest: Sequence[int]) -> frozenset[int]:
-    """The first step, and of the others the one with most tokens in a micro-batch; if that is far off, the second."""
+    """Which steps to follow, by tokens of the largest micro-batch of every step from `start` on.
+
+    The largest of all; where that is the first, the largest of the others too; where it is far off, the second.
+    """
     if len(largest) < 2:
         return frozenset({start})
     top = max(range(1, len(largest)), key=lambda i: largest[i])
-    return frozenset({start, start + top, *((start + 1,) if top > SOON else ())})
+    found = {start + top}
+    if largest[0] > largest[top]:
+        found.add(start)
+    if top > SOON:
+        found.add(start + 1)
+    return frozenset(found)
 
 
 def resident_bytes() -> int:

@@ -33,8 +33,10 @@ class Bar:
         if self.live:
             self.bar.start()
 
-    def step(self, done: int, loss: float, tokens_per_second: float, peak_bytes: int) -> None:
-        text = f"loss {loss:.3f}  {tokens_per_second:,.0f} tok/s  peak {format_bytes(peak_bytes)}  left"
+    def step(self, done: int, loss: float, tokens_per_second: float, peak_bytes: int | None) -> None:
+        """`peak_bytes`: the run's highest moment so far, None where nothing has been measured yet."""
+        peak = f"peak {format_bytes(peak_bytes)}  " if peak_bytes else ""
+        text = f"loss {loss:.3f}  {tokens_per_second:,.0f} tok/s  {peak}left"
         if self.live:
             self.bar.update(self.task, completed=done, description=text)
             return

@@ -65,7 +65,7 @@ def worker_of_rank(run: RunFolder, rank: int) -> int:
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             words = (process / "cmdline").read_bytes().split(b"\0")
-            mine = b"shardwise.training.main" in words and str(run.path.resolve()).encode() in words
+            mine = b"shardwise.training" in words and str(run.path.resolve()).encode() in words
             environ = (process / "environ").read_bytes().split(b"\0")
             if mine and f"RANK={rank}".encode() in environ:
                 assert f"TEST_TOKEN={SECRET}".encode() in environ

@@ -1,0 +1,87 @@
+"""A rank that starts before its run is decided: it imports torch while rows are prepared and the plan is made.
+
+Only where one rank on this machine is to be expected; with several, each imports as soon as it is started.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+
+from shardwise.facts.machine import detect_machine
+from shardwise.launch.guard import guarded
+from shardwise.launch.precision import to_be_measured
+from shardwise.launch.terminal import Channel, open_channel
+from shardwise.recipe import Recipe
+
+RANK = [sys.executable, "-m", "shardwise.training"]  # and a run's folder, or --wait for being told
+
+
+class Ahead:
+    """At most one waiting rank. A context, at whose end none waits any more."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._waiting: tuple[subprocess.Popen[bytes], Channel] | None = None
+        asked = recipe.engine.device
+        device = detect_machine().device if asked == "auto" else asked
+        if not _one_rank(recipe) or to_be_measured(recipe) or find_spec("torch") is None:
+            return
+        channel = open_channel(None, echo=True, output=None)
+        try:
+            process = subprocess.Popen(
+                guarded([*RANK, "--wait"]),
+                stdin=subprocess.PIPE,
+                stdout=channel.write_end,
+                stderr=channel.write_end,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", "DS_ACCELERATOR": device},
+                start_new_session=True,
+            )
+        except BaseException:
+            channel.close()
+            raise
+        channel.started()
+        self._waiting = process, channel
+
+    def take(
+        self, command: Sequence[str], environment: Mapping[str, str], log: Path
+    ) -> tuple[subprocess.Popen[bytes], Channel] | None:
+        """Have the waiting rank do `command` under `environment`; None where there is none, or for another program.
+
+        What it has said so far, the reason for its end too, comes to `log` and the terminal as of any rank.
+        """
+        if self._waiting is None or list(command[: len(RANK)]) != RANK:
+            return None
+        (process, channel), self._waiting = self._waiting, None
+        channel.keep(log)
+        told = {"arguments": command[len(RANK) :], "environment": dict(environment)}
+        try:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(told).encode() + b"\n")
+            process.stdin.close()
+        except BrokenPipeError:
+            pass  # it has ended, and how is seen as of any rank
+        return process, channel
+
+    def __enter__(self) -> "Ahead":
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        if self._waiting is None:
+            return
+        process, channel = self._waiting
+        self._waiting = None
+        process.kill()
+        process.communicate()
+        channel.close()
+
+
+def _one_rank(recipe: Recipe) -> bool:
+    """Whether this recipe will be run by one rank, as far as it tells."""
+    engine = recipe.engine
+    if engine.name not in ("auto", "single"):
+        return False
+    return engine.processes == 1 or (engine.processes == "auto" and len(detect_machine().gpus) < 2)
