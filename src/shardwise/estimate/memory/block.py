@@ -213,13 +213,16 @@ class Forward:
             sheet.drop(out)
             return whole
         if self.on_cpu and self.trainer.kernels:
-            # One block of 128 queries at a time: three matrices of its scores, its rows, and sums over keys in fp32.
+            # One block of 128 queries at a time. Forward: scores and probabilities in fp32, or three matrices of the
+            # compute type, whichever is more; its rows; keys and values once more, keys in fp32, and sums over both.
             c, rows, keys = self.w.compute, min(128, self.sequence), b.kv_heads * self.sequence * b.head_dim
-            block = b.heads * rows * self.sequence * c
-            stacked = 2 * b.heads * rows * b.head_dim * c + 2 * keys * c
+            largest = max(self.sequence // rows * rows * rows, self.sequence % rows * self.sequence)
+            pairs, stacked = b.heads * largest, b.heads * rows * b.head_dim * c
+            again = keys * (c + c + (4 if c < 4 else 0))
             return sheet.op(
                 size, [q, k, v], [q, k, v],
-                scratch=2 * block + stacked, backward_scratch=3 * block + stacked + 8 * keys,
+                scratch=8 * pairs + stacked + keys * (4 + c),
+                backward_scratch=max(8, 3 * c) * pairs + 2 * stacked + again + 8 * keys,
             )  # fmt: skip
         lse = sheet.new(tokens * b.heads * 4)
         out = sheet.op(size, [q, k, v], [q, k, v, lse], save_output=True)

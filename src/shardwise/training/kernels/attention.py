@@ -48,9 +48,9 @@ class _DocumentAttention(torch.autograd.Function):
     """Saves q, k and v as given: (N + 2 K) D elements per token, and neither output nor probabilities.
 
     The backward pass makes the probabilities again: one product and one softmax per block. Scratch of a block: its
-    scores and probabilities in fp32, N R b elements each, three of them at a time in the backward. Scores, softmax
-    and the sums over blocks are in fp32, as in torch's kernels: scores rounded to bf16 move a
-    small model's loss by 0.4 %. The other products are in the inputs' dtype.
+    scores and probabilities in fp32, N R b elements each; in the backward also three of the inputs' dtype. Scores,
+    softmax and the sums over blocks are in fp32, as in torch's kernels: scores rounded to bf16 move a small model's
+    loss by 0.4 %. The rest is in the inputs' dtype, the softmax's backward too, whose sums in one row are in fp32.
     """
 
     @staticmethod
@@ -87,14 +87,15 @@ class _DocumentAttention(torch.autograd.Function):
                 for a, b in _blocks(S):
                     rows = _stack(q[:, a:b], K)
                     g = _stack(grad_out[:, start + a : start + b], K)
-                    p = _probabilities(rows, k_full[:, :b], scale, masks.of(b - a))
-                    sum_v[:, :b] += torch.bmm(p.to(g.dtype).transpose(1, 2), g)
-                    grad_p = torch.bmm(g, v[:, :b].transpose(1, 2)).float()
-                    grad_s = torch._softmax_backward_data(grad_p, p, -1, p.dtype).to(g.dtype)
+                    p = _probabilities(rows, k_full[:, :b], scale, masks.of(b - a)).to(g.dtype)
+                    sum_v[:, :b] += torch.bmm(p.transpose(1, 2), g)
+                    grad_p = torch.bmm(g, v[:, :b].transpose(1, 2))
+                    grad_s = torch._softmax_backward_data(grad_p, p, -1, p.dtype)
                     del p, grad_p
                     part = torch.bmm(grad_s, k[:, :b]).mul_(scale)
                     grad_q[:, start + a : start + b] = part.view(-1, b - a, part.shape[-1])
                     sum_k[:, :b] += torch.bmm(grad_s.transpose(1, 2), rows)
+                    del grad_s  # not beside the next block's scores
                 grad_k[:, start:end] = sum_k.mul_(scale)
                 grad_v[:, start:end] = sum_v
         return grad_q[None], grad_k[None], grad_v[None], None, None
