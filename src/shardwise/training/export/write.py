@@ -63,8 +63,10 @@ def rehearse(run: RunFolder, engine: Engine, folder: ModelFolder) -> None:
     What would fail after hours fails now. Raises RunError; nothing is left behind.
     """
     model = engine.module.model
-    whole = {name: tuple(p.shape) for name, p in folder.empty().named_parameters()}
-    if not _has_adapter(model):
+    adapted = _has_adapter(model)
+    if not adapted:
+        empty = folder.empty()
+        whole = {name: tuple(p.shape) for name, p in empty.named_parameters()}
         # under ZeRO-3 a parameter is empty outside of its layer's forward, and DeepSpeed keeps its shape
         shapes = {n: tuple(getattr(p, "ds_shape", p.shape)) for n, p in trained(model)}
         wrong = {n: shape for n, shape in shapes.items() if whole.get(n) != shape}
@@ -81,10 +83,9 @@ def rehearse(run: RunFolder, engine: Engine, folder: ModelFolder) -> None:
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     try:
-        if _has_adapter(model):
+        if adapted:
             model.peft_config["default"].save_pretrained(work)
         else:
-            empty = folder.empty()
             name = next(iter(whole))
             empty.save_pretrained(work, state_dict={name: torch.zeros(1)})
         copy_tokenizer(folder.path, work)
