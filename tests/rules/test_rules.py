@@ -84,6 +84,7 @@ CASES = [
     ("quantised_base_is_frozen", ["method=full"], CUDA, {"dtype": "fp8"}),
     ("adapter_options_need_adapters", ["method=full", "lora.dora=true"], CUDA, {}),
     ("names_of_experts_are_not_adapted", ["method=lora", "lora.targets=[q_proj gate_proj]"], CUDA, {"moe_layers": (0,)}),
+    ("names_of_experts_are_not_adapted", ["method=lora", "lora.targets=[shared_expert.up_proj]"], CUDA, {"moe_layers": (0,)}),
     ("paged_states_need_cuda", ["optimizer.name=paged_adamw_8bit"], CPU, {}),
     ("paged_states_need_cuda", ["optimizer.name=paged_adamw_8bit"], MPS, {}),
     ("bitsandbytes_has_no_mps", ["method=qlora"], MPS, {}),

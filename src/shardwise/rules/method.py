@@ -64,7 +64,7 @@ def names_of_experts_are_not_adapted(
     targets = recipe.lora.targets
     if recipe.method == "full" or shape is None or not shape.is_moe or isinstance(targets, str):
         return
-    named = sorted(set(targets) & set(READ_AS_EXPERTS))
+    named = sorted(t for t in targets if t.rsplit(".", 1)[-1] in READ_AS_EXPERTS)
     if named:
         yield Problem(
             "names_of_experts_are_not_adapted",
