@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from shardwise.errors import ShardwiseError
+from shardwise.facts.machine import detect_machine
 from shardwise.launch import start
 from shardwise.launch.ahead import RANK, Ahead
 from shardwise.launch.precision import to_be_measured
@@ -125,6 +126,6 @@ def test_it_is_not_started_where_it_could_not_be_the_rank(changed: str) -> None:
 def test_it_does_not_disturb_a_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
     recipe: Recipe = parse_recipe(ONE.replace("fp32", "auto"))
-    assert to_be_measured(recipe)
+    assert to_be_measured(recipe, detect_machine())
     with Ahead(recipe):
         assert waiting() == []

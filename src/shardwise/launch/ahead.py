@@ -10,9 +10,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 
-from shardwise.facts.machine import detect_machine
+from shardwise.facts.machine import Machine, detect_machine
 from shardwise.launch.guard import guarded
 from shardwise.launch.precision import to_be_measured
 from shardwise.launch.terminal import Channel, open_channel
@@ -26,9 +25,9 @@ class Ahead:
 
     def __init__(self, recipe: Recipe) -> None:
         self._waiting: tuple[subprocess.Popen[bytes], Channel] | None = None
-        asked = recipe.engine.device
-        device = detect_machine().device if asked == "auto" else asked
-        if not _one_rank(recipe) or to_be_measured(recipe) or find_spec("torch") is None:
+        machine = detect_machine()
+        one = _one_rank(recipe, machine) and not to_be_measured(recipe, machine)
+        if not one or find_spec("torch") is None:
             return
         channel = open_channel(None, echo=True, output=None)
         try:
@@ -37,7 +36,7 @@ class Ahead:
                 stdin=subprocess.PIPE,
                 stdout=channel.write_end,
                 stderr=channel.write_end,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", "DS_ACCELERATOR": device},
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
                 start_new_session=True,
             )
         except BaseException:
@@ -69,7 +68,7 @@ class Ahead:
     def __enter__(self) -> "Ahead":
         return self
 
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._waiting is None:
             return
         process, channel = self._waiting
@@ -79,9 +78,9 @@ class Ahead:
         channel.close()
 
 
-def _one_rank(recipe: Recipe) -> bool:
+def _one_rank(recipe: Recipe, machine: Machine) -> bool:
     """Whether this recipe will be run by one rank, as far as it tells."""
     engine = recipe.engine
     if engine.name not in ("auto", "single"):
         return False
-    return engine.processes == 1 or (engine.processes == "auto" and len(detect_machine().gpus) < 2)
+    return engine.processes == 1 or (engine.processes == "auto" and len(machine.gpus) < 2)

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
-from shardwise.facts.machine import detect_machine
+from shardwise.facts.machine import Machine, detect_machine
 from shardwise.facts.precision import MatrixRates, load_rates, save_rates
 from shardwise.recipe import Recipe
 
@@ -17,7 +17,7 @@ class Probe:
 
     def __init__(self, recipe: Recipe) -> None:
         self._running: subprocess.Popen[str] | None = None
-        if not to_be_measured(recipe):
+        if not to_be_measured(recipe, detect_machine()):
             return
         self._running = subprocess.Popen(
             [sys.executable, "-m", "shardwise.training.probe"],
@@ -45,9 +45,8 @@ class Probe:
             self._running.communicate()
 
 
-def to_be_measured(recipe: Recipe) -> bool:
+def to_be_measured(recipe: Recipe, machine: Machine) -> bool:
     """Whether the precision of this recipe's run depends on rates of this processor that nobody has measured."""
-    machine = detect_machine()
     on_cpu = recipe.engine.device == "cpu" or (recipe.engine.device == "auto" and machine.device == "cpu")
     return recipe.training.precision == "auto" and on_cpu and not _known(machine.threads)
 

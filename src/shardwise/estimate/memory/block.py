@@ -213,8 +213,8 @@ class Forward:
             sheet.drop(out)
             return whole
         if self.on_cpu and self.trainer.kernels:
-            # One block of 128 queries at a time. Forward: scores and probabilities in fp32, or three matrices of the
-            # compute type, whichever is more; its rows; keys and values once more, keys in fp32, and sums over both.
+            # One block of 128 queries at a time: its scores and probabilities in fp32 (backward: or three matrices of
+            # the compute type), its rows; keys and values once more, keys in fp32 too, and sums over both.
             c, rows, keys = self.w.compute, min(128, self.sequence), b.kv_heads * self.sequence * b.head_dim
             largest = max(self.sequence // rows * rows * rows, self.sequence % rows * self.sequence)
             pairs, stacked = b.heads * largest, b.heads * rows * b.head_dim * c
