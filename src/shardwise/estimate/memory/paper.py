@@ -8,7 +8,7 @@ scratch memory inside one kernel unless the operation states it.
 It exists because a peak is a moment, not a sum: which tensors overlap is decided by this order.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from shardwise.estimate.memory.terms import TERMS
 
@@ -61,7 +61,8 @@ class Sheet:
         self.live = 0
         self.terms = dict.fromkeys(TERMS, 0)
         self.phase = "forward"
-        self.peaks: dict[str, int] = {}
+        self.top = -1  # the highest moment of this phase
+        self._tops: dict[str, int] = {}  # and of those before
         self._at_peak: dict[str, dict[str, int]] = {}
         self._rising = False  # at the highest moment of the phase: its terms are noted when something goes
         self.nodes: list[Node] = []
@@ -80,8 +81,8 @@ class Sheet:
     def add(self, size: int, term: str) -> None:
         """Bytes that come to life, without a tensor to hold them."""
         live = self.live + size
-        if live > self.peaks.get(self.phase, -1):
-            self.peaks[self.phase] = live
+        if live > self.top:
+            self.top = live
             self._rising = True
         elif self._rising and size < 0:
             self._note()
@@ -99,11 +100,21 @@ class Sheet:
         self._rising = False
 
     @property
+    def peaks(self) -> dict[str, int]:
+        """Phase -> most bytes that were alive."""
+        return {**self._tops, self.phase: self.top} if self.top >= 0 else self._tops
+
+    @property
     def at_peak(self) -> dict[str, dict[str, int]]:
         """Phase -> what was alive at its highest moment, by term."""
         if self._rising:
             self._note()
         return self._at_peak
+
+    def stood(self, height: int, terms: Mapping[str, int]) -> None:
+        """A moment above all others of this phase, which has not been played, had `height` bytes in `terms`."""
+        self.top, self._rising = height, False
+        self._at_peak[self.phase] = dict(terms)
 
     def flash(self, size: int, term: str = "temporaries") -> None:
         """Bytes that live for a moment."""
@@ -114,22 +125,30 @@ class Sheet:
     def enter(self, phase: str) -> None:
         if self._rising:
             self._note()
-        self.phase = phase
+        self._tops = self.peaks
+        self.phase, self.top = phase, self._tops.get(phase, -1)
         self.add(0, "temporaries")
 
-    # Tensors
+    # Tensors. A picture of all stacks makes and drops a hundred thousand: `add` and `remove` are written out.
 
     def new(self, size: int, term: str | None = None, needs_grad: bool = False) -> Paper:
-        tensor = Paper(size, term or self.term, needs_grad)
-        self.add(size, tensor.term)
-        return tensor
+        term = term or self.term
+        live = self.live = self.live + size
+        if live > self.top:
+            self.top = live
+            self._rising = True
+        self.terms[term] += size
+        return Paper(size, term, needs_grad)
 
     def drop(self, *tensors: Paper) -> None:
         """A variable goes out of scope."""
         for tensor in tensors:
             tensor.refs -= 1
-            if tensor.refs == 0:
-                self.remove(tensor.bytes, tensor.term)
+            if not tensor.refs:
+                if self._rising:
+                    self._note()
+                self.live -= tensor.bytes
+                self.terms[tensor.term] -= tensor.bytes
 
     def op(
         self,
@@ -180,8 +199,12 @@ class Sheet:
             made = self._run(node, grad) if grad is not None else []
             self.drop(*node.saved)
             for tensor, new in made:
-                self._collect(tensor, new)
-            self.hand_over()
+                if tensor.grad is None:
+                    tensor.grad = new
+                else:
+                    self._collect(tensor, tensor.grad, new)
+            if self.ready:
+                self.hand_over()
 
     def _run(self, node: Node, grad: Paper) -> list[tuple[Paper, Paper]]:
         if node.early:
@@ -203,11 +226,8 @@ class Sheet:
         self.drop(grad)
         return made
 
-    def _collect(self, tensor: Paper, new: Paper) -> None:
-        old = tensor.grad
-        if old is None:
-            tensor.grad = new
-        elif old.refs == 1 and not old.view:
+    def _collect(self, tensor: Paper, old: Paper, new: Paper) -> None:
+        if old.refs == 1 and not old.view:
             self.drop(new)
         else:
             tensor.grad = self.new(tensor.bytes, "temporaries")

@@ -36,33 +36,31 @@ class PlacedSheet(Sheet):
         self.parts: Counter[tuple[str, str]] = Counter()
         self.parts_at_peak: dict[str, dict[tuple[str, str], int]] = {}
         self.place_of: dict[int, str] = {}
-        self._at = ""
 
     def add(self, size: int, term: str) -> None:
-        self.parts[term, self._at] += size
-        higher = self.live + size > self.peaks.get(self.phase, -1)
+        self._count(size, term, "")
         super().add(size, term)
-        if higher:
-            self.parts_at_peak[self.phase] = dict(self.parts)
 
     def remove(self, size: int, term: str) -> None:
-        self.parts[term, self._at] -= size
+        self.parts[term, ""] -= size
         super().remove(size, term)
 
     def new(self, size: int, term: str | None = None, needs_grad: bool = False) -> Paper:
-        self._at = self.place
+        self._count(size, term or self.term, self.place)
         tensor = super().new(size, term, needs_grad)
-        self.place_of[id(tensor)], self._at = self.place, ""
+        self.place_of[id(tensor)] = self.place
         return tensor
 
     def drop(self, *tensors: Paper) -> None:
         for tensor in tensors:
-            last = tensor.refs == 1
-            self._at = self.place_of.get(id(tensor), "") if last else ""
+            if tensor.refs == 1:
+                self.parts[tensor.term, self.place_of.pop(id(tensor), "")] -= tensor.bytes
             super().drop(tensor)
-            if last:
-                self.place_of.pop(id(tensor), None)
-        self._at = ""
+
+    def _count(self, size: int, term: str, place: str) -> None:
+        self.parts[term, place] += size
+        if self.live + size > self.top:
+            self.parts_at_peak[self.phase] = dict(self.parts)
 
 
 def parts_of(shape: ModelShape, stack: Stack, trainer: Trainer | None = None) -> list[Part]:

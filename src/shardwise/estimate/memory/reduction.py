@@ -86,10 +86,9 @@ class Reducer:
                 if self.filled + elements > b.elements:
                     size = b.at_once(self.filled) * b.reducing
                     height = live - j * per_layer + size
-                    if height > sheet.peaks.get(sheet.phase, -1):
+                    if height > sheet.top:
                         at = {t: v - j * between.get(t, 0) for t, v in terms.items()}
-                        sheet.peaks[sheet.phase] = height
-                        sheet.at_peak[sheet.phase] = {**at, "temporaries": at["temporaries"] + size}
+                        sheet.stood(height, {**at, "temporaries": at["temporaries"] + size})
                     self._count(sheet)
                 self.filled += elements
 
