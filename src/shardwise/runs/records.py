@@ -42,7 +42,8 @@ class Step(Event):
     """One optimizer step, all ranks together. `loss` is the mean over the step's trained tokens.
 
     `tokens` and `trained_tokens` count this step; `seconds` is its wall time; `allocated_bytes` what lives
-    after it, `peak_allocated_bytes` the run's peak so far, both of the fullest rank.
+    after it, `peak_allocated_bytes` the run's peak so far (on a processor no more than what lives, until a step has
+    been followed), both of the fullest rank.
     """
 
     kind: Literal["step"] = "step"
