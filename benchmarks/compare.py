@@ -119,6 +119,11 @@ def rows_in_order(args: argparse.Namespace, case: Case, folder: Path) -> tuple[P
     return path, tokens
 
 
+def compile_ours() -> None:
+    """Bytecode of shardwise's modules, as pip made that of its peers' packages."""
+    compileall.compile_dir(HERE.parent / "src", quiet=2)
+
+
 def recipe_text(args: argparse.Namespace, case: Case, folder: Path) -> str:
     return f"""\
 model: {args.model}
@@ -147,7 +152,6 @@ run: {{folder: {folder}/runs}}
 
 def run_shardwise(args: argparse.Namespace, case: Case, folder: Path) -> dict:
     """The product's own command; its events and summary hold the numbers."""
-    compileall.compile_dir(HERE.parent / "src", quiet=2)  # as pip did with the peers' packages
     recipe = folder / "recipe.yaml"
     recipe.write_text(recipe_text(args, case, folder))
     began = time.time()
@@ -360,6 +364,7 @@ def main() -> None:
         args.model = demo_model()
     args.model = str(Path(args.model).resolve())
     benchmark_rows.write(CACHE / "rows")
+    compile_ours()
     shapes = {"mixed": (512, 4), "long": (2048, 1)}
     args.cases = [Case(method, data, *shapes[data]) for data in args.data for method in args.methods]
     record = opened(args)

@@ -164,8 +164,14 @@ def _checkpoint_only(layers: list[nn.Module], count: int) -> None:
     """Leave checkpointing on in the first `count` layers.
 
     The first, because the backward pass comes to them when what the others kept is gone: the one layer's activations
-    that a recomputation brings back then never lie on top of the peak.
+    that a recomputation brings back then never lie on top of the peak. Raises RuleError where a model has fewer.
     """
+    if count > len(layers):
+        raise RuleError(
+            f"training.activation_checkpointing: {count} on a model of {len(layers)} layers",
+            "there are not so many to recompute",
+            f"use a number up to {len(layers)}, or full",
+        )
     if not all(hasattr(layer, "gradient_checkpointing") for layer in layers):
         raise RuleError(
             f"training.activation_checkpointing: {count} on this model",
