@@ -1,8 +1,8 @@
 """From the command to the end of the first step, as people start a run: `python benchmarks/start_up.py`.
 
 `shardwise train RECIPE` and `trl sft --config FILE` in turn, each in its own environment (see compare.py), on the same
-model, chats, batch and method, both from the chats themselves. The clock stops when the first line with a loss of a
-step is printed; then the run is ended. A round before the first fills every cache: prepared rows here, tokenized ones
+model, chats, batch and method, both from the chats themselves. The clock stops when the line of the first step is
+printed; then the run is ended. A round before the first fills every cache: prepared rows here, tokenized ones
 there, and both packages' bytecode. Seconds are wall time, so nothing else should run.
 """
 
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import compare
 import table
 
-LOSS = re.compile(r"^step 1/|['\"]loss['\"]")
+STEP = {"shardwise": re.compile(r"^step 1/"), "trl": re.compile(r"^\{'loss'")}  # the line of the first step
 TRL = """\
 model_name_or_path: {model}
 dataset_name: {rows}
@@ -67,8 +67,8 @@ def commands(args: argparse.Namespace, method: str, folder: Path) -> dict[str, l
     }
 
 
-def seconds(command: list[str], environment: dict[str, str], folder: Path) -> float:
-    """Wall seconds to the first line with a loss; the command and all that it started are ended then."""
+def seconds(command: list[str], step: re.Pattern[str], environment: dict[str, str], folder: Path) -> float:
+    """Wall seconds to the line of the first step; the command and all that it started are ended then."""
     began, said = time.monotonic(), []
     process = subprocess.Popen(
         command, env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -77,7 +77,7 @@ def seconds(command: list[str], environment: dict[str, str], folder: Path) -> fl
     assert process.stdout is not None
     try:
         for line in process.stdout:
-            if LOSS.search(line):
+            if step.search(line):
                 return time.monotonic() - began
             said.append(line)
     finally:
@@ -109,7 +109,7 @@ def main() -> None:
             took: dict[str, list[float]] = {name: [] for name in asked}
             for number in range(args.rounds + 1):
                 for name, command in asked.items():
-                    one = seconds(command, environment, Path(folder))
+                    one = seconds(command, STEP[name], environment, Path(folder))
                     print(f"{method}, round {number}, {name}: {one:.1f} s", file=sys.stderr, flush=True)
                     took[name] += [one] if number else []
         ratios = [b / a for a, b in zip(took["shardwise"], took["trl"], strict=True)]
