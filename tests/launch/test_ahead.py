@@ -13,7 +13,7 @@ import pytest
 from shardwise.errors import ShardwiseError
 from shardwise.facts.machine import detect_machine
 from shardwise.launch import start
-from shardwise.launch.ahead import RANK, Ahead
+from shardwise.launch.ahead import RANK, SPINS, Ahead, rank_environment
 from shardwise.launch.precision import to_be_measured
 from shardwise.recipe import Recipe, parse_recipe
 
@@ -137,3 +137,15 @@ def test_it_does_not_disturb_a_measurement(tmp_path: Path, monkeypatch: pytest.M
     assert to_be_measured(recipe, detect_machine())
     with Ahead(recipe):
         assert waiting() == []
+
+
+def test_threads_do_not_keep_a_core_from_each_other_for_long() -> None:
+    assert rank_environment({})["GOMP_SPINCOUNT"] == SPINS
+    assert rank_environment({"GOMP_SPINCOUNT": "7"})["GOMP_SPINCOUNT"] == "7"
+    assert "GOMP_SPINCOUNT" not in rank_environment({"OMP_WAIT_POLICY": "active"})
+
+
+def test_every_rank_gets_it(tmp_path: Path) -> None:
+    code = "import os; print(os.environ['GOMP_SPINCOUNT'])"
+    start([sys.executable, "-S", "-c", code], 2, tmp_path, {"RANK": "9"})
+    assert [(tmp_path / f"rank-{n}.log").read_text().strip() for n in (0, 1)] == [SPINS, SPINS]

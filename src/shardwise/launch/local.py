@@ -18,7 +18,7 @@ from types import FrameType
 from typing import IO
 
 from shardwise.errors import UsageError
-from shardwise.launch.ahead import Ahead
+from shardwise.launch.ahead import Ahead, rank_environment
 from shardwise.launch.guard import guarded
 from shardwise.launch.memory import kernel_kills, resident_bytes
 from shardwise.launch.ports import choose_port
@@ -167,7 +167,6 @@ def _environment(given: Mapping[str, str], number: int, processes: int, port: in
         "LOCAL_WORLD_SIZE": str(processes),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "PYTHONUNBUFFERED": "1",
     }
     if processes > 1:  # one thread pool per rank over all cores would only fight
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -175,7 +174,7 @@ def _environment(given: Mapping[str, str], number: int, processes: int, port: in
         # gloo asks for the host's own name otherwise, which need not resolve, and would listen to the network
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         ours["GLOO_SOCKET_IFNAME"] = given.get("GLOO_SOCKET_IFNAME") or loopback
-    return {**given, **ours}
+    return {**rank_environment(given), **ours}
 
 
 def _spawn(

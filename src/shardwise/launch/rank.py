@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from shardwise.errors import Interrupted, UsageError
-from shardwise.launch.ahead import RANK
+from shardwise.launch.ahead import RANK, rank_environment
 from shardwise.launch.guard import bind, guarded
 from shardwise.launch.local import ECHOES
 from shardwise.launch.terminal import open_channel
@@ -95,7 +95,7 @@ def run_rank(run: RunFolder, environment: Mapping[str, str], echo: bool = False)
         stdin=subprocess.DEVNULL,
         stdout=channel.write_end,
         stderr=channel.write_end,
-        env={**environment, "PYTHONUNBUFFERED": "1"},
+        env=rank_environment(environment),
     )
     channel.started()
     asked = _pass_on(process)
