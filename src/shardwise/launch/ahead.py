@@ -32,6 +32,26 @@ def rank_environment(given: Mapping[str, str]) -> dict[str, str]:
     return {**given, **ours}
 
 
+def spawn(
+    command: Sequence[str], channel: Channel, environment: Mapping[str, str], stdin: int = subprocess.DEVNULL
+) -> "subprocess.Popen[bytes]":
+    """Start a rank that cannot outlive this process and speaks into `channel`, which is closed if it cannot start."""
+    try:
+        process = subprocess.Popen(
+            guarded(list(command)),
+            stdin=stdin,
+            stdout=channel.write_end,
+            stderr=channel.write_end,
+            env=environment,
+            start_new_session=True,  # a process group to end, and Ctrl-C reaches the launcher alone
+        )
+    except BaseException:
+        channel.close()
+        raise
+    channel.started()
+    return process
+
+
 class Ahead:
     """At most one waiting rank. A context, at whose end none waits any more."""
 
@@ -42,19 +62,7 @@ class Ahead:
         if not one or find_spec("torch") is None:
             return
         channel = open_channel(None, echo=True, output=None)
-        try:
-            process = subprocess.Popen(
-                guarded([*RANK, "--wait"]),
-                stdin=subprocess.PIPE,
-                stdout=channel.write_end,
-                stderr=channel.write_end,
-                env=rank_environment(os.environ),
-                start_new_session=True,
-            )
-        except BaseException:
-            channel.close()
-            raise
-        channel.started()
+        process = spawn([*RANK, "--wait"], channel, rank_environment(os.environ), subprocess.PIPE)
         self._waiting = process, channel
 
     def take(

@@ -18,8 +18,7 @@ from types import FrameType
 from typing import IO
 
 from shardwise.errors import UsageError
-from shardwise.launch.ahead import Ahead, rank_environment
-from shardwise.launch.guard import guarded
+from shardwise.launch.ahead import Ahead, rank_environment, spawn
 from shardwise.launch.memory import kernel_kills, resident_bytes
 from shardwise.launch.ports import choose_port
 from shardwise.launch.terminal import Channel, open_channel
@@ -147,8 +146,10 @@ def start(
             ours = _environment(given, number, processes, port)
             log = logs / f"rank-{number}.log"
             waiting = ahead.take(command, ours, log) if ahead and processes == 1 else None
-            process, channel = waiting or _spawn(command, number, log, ours, output)
-            watch.ranks.append(_Rank(number, process, log, channel))
+            if waiting is None:
+                channel = open_channel(log, echo=number == 0, output=output)
+                waiting = spawn(command, channel, ours), channel
+            watch.ranks.append(_Rank(number, waiting[0], log, waiting[1]))
         _wait(watch)
     finally:
         watch.kill()
@@ -175,26 +176,6 @@ def _environment(given: Mapping[str, str], number: int, processes: int, port: in
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         ours["GLOO_SOCKET_IFNAME"] = given.get("GLOO_SOCKET_IFNAME") or loopback
     return {**rank_environment(given), **ours}
-
-
-def _spawn(
-    command: Sequence[str], number: int, log: Path, environment: dict[str, str], output: IO[bytes] | None
-) -> tuple[subprocess.Popen[bytes], Channel]:
-    channel = open_channel(log, echo=number == 0, output=output)
-    try:
-        process = subprocess.Popen(
-            guarded(list(command)),
-            stdin=subprocess.DEVNULL,
-            stdout=channel.write_end,
-            stderr=channel.write_end,
-            env=environment,
-            start_new_session=True,  # a process group to end, and Ctrl-C reaches the launcher alone
-        )
-    except BaseException:
-        channel.close()
-        raise
-    channel.started()
-    return process, channel
 
 
 def _install(watch: _Watch) -> dict[int, object]:
