@@ -48,7 +48,10 @@ def run(engine: str, root: Path, smollm2: Path) -> dict[str, Any]:
         operators.build(tuple(operators.OPERATORS), "cpu", lambda text: print(text, file=sys.stderr))
         environment |= operators.environment("cpu")
     command = [sys.executable, str(Path(__file__).with_name("ranks.py")), engine, str(root)]
+    shared = shared_memory()
     outcome = start(command, 2, root / f"logs-{engine}", environment)
+    left = shared_memory() - shared
+    assert not left, f"{engine} leaves shared memory behind: {sorted(left)}"
     reports = [json.loads(f.read_text()) for f in sorted(root.glob(f"{engine}-*.json"))]
     if not reports:
         failure = outcome.failure
@@ -62,6 +65,11 @@ def run(engine: str, root: Path, smollm2: Path) -> dict[str, Any]:
             name: r for name, r in report.items() if "error" in r and "error" not in merged.get(name, {})
         }
     return merged
+
+
+def shared_memory() -> set[str]:
+    """DeepSpeed's blocks on this machine: they outlive their processes and take memory until they are removed."""
+    return {f.name for f in Path("/dev/shm").glob("deepspeed_*")}
 
 
 @pytest.fixture(params=ALL, ids=[c.name for c in ALL])

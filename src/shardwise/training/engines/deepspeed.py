@@ -58,6 +58,7 @@ class DeepSpeedEngine:
         )
         deepspeed = _import_deepspeed(device)
         preload()
+        _join(deepspeed)
         if self.section.zero_stage == 3 and module.chunked:
             # The loss reads the head's weight without calling the head, so ZeRO-3 must be told.
             head = module.causal_lm.get_output_embeddings()
@@ -75,7 +76,6 @@ class DeepSpeedEngine:
         """Read the weights layer by layer and keep this rank's part of each: one layer at a time is whole."""
         import deepspeed
 
-        deepspeed.init_distributed(verbose=False)  # over the process group that is there
         for part in (*decoder_layers(self.module), self.module):
             materialise(part)
             fill(part)
@@ -342,10 +342,21 @@ def _tensors_in(value: Any, depth: int = 3) -> Iterator[torch.Tensor]:
         yield from _tensors_in(vars(value), depth - 1)
 
 
+def _join(deepspeed: Any) -> None:
+    """DeepSpeed over the process group that is there.
+
+    On processors it takes LOCAL_SIZE in two ways. Where that says at the start that all ranks are on one machine,
+    67 MB of shared memory per rank are made for a collective of inference and never removed: they outlive the
+    process. Where it is missing later, numactl is started for every bucket of gradients, to count processors.
+    """
+    ranks_here = os.environ.pop("LOCAL_SIZE", None) or os.environ.get("LOCAL_WORLD_SIZE", "1")
+    with contextlib.redirect_stdout(io.StringIO()):
+        deepspeed.init_distributed(verbose=False)
+    os.environ["LOCAL_SIZE"] = ranks_here
+
+
 def _import_deepspeed(device: torch.device) -> Any:
     os.environ.setdefault("DS_ACCELERATOR", device.type)  # also on a machine with GPUs that trains on its CPU
-    # Without it DeepSpeed on processors starts numactl for every bucket of gradients, to count them.
-    os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
     for old_name in ("reduce_scatter_tensor", "all_gather_into_tensor"):  # DeepSpeed's to rename, per step
         warnings.filterwarnings("ignore", message=f".*{old_name}.*deprecated.*")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)

@@ -131,7 +131,7 @@ def stand_ins(on_gpu: bool, rank: int = 0) -> Iterator[None]:
 
     with ExitStack() as stack:
         replace = lambda owner, name, value: stack.enter_context(mock.patch.object(owner, name, value))  # noqa: E731
-        variables = {"LOCAL_RANK": "0", "RANK": str(rank), "LOCAL_SIZE": "1"}
+        variables = {"LOCAL_RANK": "0", "RANK": str(rank)}
         stack.enter_context(mock.patch.dict(os.environ, variables))
         replace(sys.modules["deepspeed.comm.torch"], "build_shm_op", lambda: None)  # waits for real peers
         replace(
