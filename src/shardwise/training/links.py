@@ -16,7 +16,6 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -29,7 +28,8 @@ from shardwise.training import leave
 
 MEET_SECONDS = 60.0  # for all ranks to say hello; SHARDWISE_MEET_SECONDS changes it
 ANSWER_SECONDS = 60.0  # for one transfer: a link slower than 1 MB/s counts as broken
-REPEATS = 5  # the best counts: other work on a machine only ever makes a transfer slower
+# The best of so many counts, over so many seconds at least: other work on a machine only ever makes one slower.
+REPEATS, SECONDS = 5, 0.25
 LARGEST_TOURNAMENT = 16  # nodes; beyond, every node meets 15 others instead of all
 # (all-reduce, one message) in bytes: large enough that latency does not count.
 SIZES = {"cpu": (16 * 2**20, 4 * 2**20), "cuda": (256 * 2**20, 64 * 2**20)}
@@ -165,28 +165,38 @@ def _round(pairs: list[tuple[int, int]], rank: int, buffer: torch.Tensor) -> lis
     """Both directions of this rank's pair, one after the other; what this rank received. Others wait."""
     found = []
     for low, high in pairs:
-        if rank in (low, high):
-            for source, target in ((low, high), (high, low)):
-                rate = _one_way(rank == source, high if rank == low else low, buffer)
-                if rank == target:
-                    found.append(Sent(source, target, rate))
+        for source, target in ((low, high), (high, low)):
+            if rank == source:
+                _send(target, buffer)
+            elif rank == target:
+                found.append(Sent(source, target, _receive(source, buffer)))
     dist.barrier()
     return found
 
 
-def _one_way(sending: bool, peer: int, buffer: torch.Tensor) -> float:
-    """Bytes per second from or to `peer`. The receiver asks for every message, and its clock counts."""
-    token, best = torch.zeros(1, device=buffer.device), float("inf")
-    there: Callable[..., object] = dist.send if sending else dist.recv
-    back: Callable[..., object] = dist.recv if sending else dist.send
-    for number in range(1 + REPEATS):
-        back(token, peer)
+def _send(peer: int, buffer: torch.Tensor) -> None:
+    """Send as often as `peer` asks for it."""
+    asked = torch.zeros(1, device=buffer.device)
+    while True:
+        dist.recv(asked, peer)
+        if not asked.item():
+            return
+        dist.send(buffer, peer)
+
+
+def _receive(peer: int, buffer: torch.Tensor) -> float:
+    """Bytes per second from `peer`, by this rank's clock: every message is asked for when it can be taken."""
+    best, began, number = float("inf"), time.perf_counter(), 0
+    while number <= REPEATS or time.perf_counter() - began < SECONDS:
+        dist.send(torch.ones(1, device=buffer.device), peer)
         _wait(buffer.device)
-        began = time.perf_counter()
-        there(buffer, peer)
+        asked = time.perf_counter()
+        dist.recv(buffer, peer)
         _wait(buffer.device)
-        if number:
-            best = min(best, time.perf_counter() - began)
+        if number:  # the first sets up connections
+            best = min(best, time.perf_counter() - asked)
+        number += 1
+    dist.send(torch.zeros(1, device=buffer.device), peer)
     return buffer.numel() * buffer.element_size() / best
 
 
