@@ -115,6 +115,37 @@ def test_attention_of_documents_is_attention_of_each(
     compare(lambda q, k, v: document_products(q, k, v, lengths, 0.3), plain, inputs)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_where_a_tokens_own_key_counts_for_nothing(dtype: torch.dtype) -> None:
+    """Its probability is 0 in fp32, so the sum of its row has to come from elsewhere."""
+    T = 2 * ROWS + 5
+    q, k, v = draw((1, 2, T, 16), (1, 1, T, 16), (1, 1, T, 16))
+    q[..., 0], k[..., 0] = 20.0, 0.0
+    k[:, :, 7, 0] = 30.0  # 180 nats more than any other key
+    lengths = (T - 30, 30)
+
+    def passed(dtype: torch.dtype, attend: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        inputs = [t.to(dtype, copy=True).requires_grad_() for t in (q, k, v)]
+        out = attend(*inputs)
+        out.backward(torch.ones_like(out))
+        return [out, *(t.grad for t in inputs if t.grad is not None)]
+
+    def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        parts = zip(*(t.split(lengths, dim=2) for t in (q, k, v)), strict=True)
+        return torch.cat(
+            [
+                F.scaled_dot_product_attention(*p, is_causal=True, scale=0.3, enable_gqa=True).transpose(1, 2)
+                for p in parts
+            ],
+            dim=1,
+        )
+
+    got = passed(dtype, lambda *t: document_products(*t, lengths, 0.3))
+    wanted = passed(torch.float64, plain)
+    for a, b in zip(got, wanted, strict=True):
+        assert (a.double() - b).norm() < (1e-3 if dtype == torch.float32 else 2e-2) * b.norm()
+
+
 def saved_bytes(f: Callable[[], torch.Tensor]) -> int:
     """Bytes of distinct storages that autograd keeps."""
     seen: dict[int, int] = {}
@@ -141,7 +172,10 @@ def test_what_the_kernels_save_is_what_they_say() -> None:
         saved_bytes(lambda: linear.gated_linear(g, u, weight, None, A, B, 1.0)) == T * 2 * (2 * W + R) + fixed
     )
     q, k = (t.bfloat16().requires_grad_() for t in draw((1, 4, T, 8), (1, 2, T, 8)))
-    assert saved_bytes(lambda: document_products(q, k, k.clone(), (4, 6), 1.0)) == T * 2 * (4 + 2 + 2) * 8
+    sums = T * 4 * 4
+    assert (
+        saved_bytes(lambda: document_products(q, k, k.clone(), (4, 6), 1.0)) == T * 2 * (4 + 2 + 2) * 8 + sums
+    )
 
 
 def test_attention_runs_on_fake_tensors_and_under_selective_checkpointing() -> None:

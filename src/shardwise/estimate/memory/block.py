@@ -213,17 +213,22 @@ class Forward:
             sheet.drop(out)
             return whole
         if self.on_cpu and self.trainer.kernels:
-            # One block of 128 queries at a time: its scores and probabilities in fp32 (backward: or three matrices of
-            # the compute type), its rows; keys and values once more, keys in fp32 too, and sums over both.
+            # Rows of 128 queries at a time: their scores in fp32 and probabilities, backward: these and their
+            # gradients; keys and values turned (forward: keys in fp32), and sums over both. The backward also has
+            # all queries once more, with two columns more, and two copies of keys or values or their gradients.
             c, rows, keys = self.w.compute, min(128, self.sequence), b.kv_heads * self.sequence * b.head_dim
+            low = c if c < 4 else 0
             largest = max(self.sequence // rows * rows * rows, self.sequence % rows * self.sequence)
-            pairs, stacked = b.heads * largest, b.heads * rows * b.head_dim * c
-            again = keys * (c + c + (4 if c < 4 else 0))
-            return sheet.op(
-                size, [q, k, v], [q, k, v],
-                scratch=8 * pairs + stacked + keys * (4 + c),
-                backward_scratch=max(8, 3 * c) * pairs + 2 * stacked + again + 8 * keys,
+            pairs, stacked = b.heads * largest, b.heads * rows * b.head_dim
+            longer = (b.heads + b.kv_heads) * self.sequence * (b.head_dim + 2)
+            sums = sheet.new(tokens * b.heads * 4)
+            out = sheet.op(
+                size, [q, k, v], [q, k, v, sums],
+                scratch=(4 + low) * pairs + (8 + low) * stacked + (4 + c) * keys,
+                backward_scratch=c * (2 * pairs + longer + 3 * keys + 3 * stacked) + 8 * keys,
             )  # fmt: skip
+            sheet.drop(sums)
+            return out
         lse = sheet.new(tokens * b.heads * 4)
         out = sheet.op(size, [q, k, v], [q, k, v, lse], save_output=True)
         sheet.drop(lse)

@@ -8,6 +8,7 @@ N query heads, K key-value heads, G = N / K, T tokens of the row, S tokens of a 
 block, b keys that a block sees.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,41 +17,63 @@ import torch
 from shardwise.training.kernels.exact import exact_bf16
 
 ROWS = 128
+RARE = (
+    1e-30  # a probability from which the sum of its row cannot be told: another key outweighs it by 69 nats
+)
 
 
-# An operator of its own, so that selective checkpointing can keep its output by name.
+# An operator of its own, so that selective checkpointing can keep what it returns by name.
 @torch.library.custom_op("shardwise::document_attention", mutates_args=())
 def _attention_op(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int], scale: float
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output (1, T, N, D), and the logarithm of each softmax's sum (N, T) in fp32."""
     _, N, T, _ = query.shape
     out = query.new_empty(T, N, value.shape[-1])
-    masks = _Masks(query)
+    log_sums = query.new_empty(N, T, dtype=torch.float32)
+    masks = _Masks(query.new_empty(0, dtype=torch.float32))
+    full = _scratch(query, lengths, torch.float32)
+    low = full if query.dtype == torch.float32 else _scratch(query, lengths, query.dtype)
     with exact_bf16(query.dtype):
         for start, end in _documents(lengths):
             q, k, v = (t[0, :, start:end] for t in (query, key, value))
-            k_full, v, K = k.float().contiguous(), v.contiguous(), k.shape[0]
+            k_T, v, K = _turned(k, torch.float32), v.contiguous(), k.shape[0]
             for a, b in _blocks(end - start):
-                p = _probabilities(_stack(q[:, a:b], K), k_full[:, :b], scale, masks.of(b - a)).to(v.dtype)
+                rows, mask = _stack(q[:, a:b], K).float(), masks.of(b - a)
+                p = _scores(rows, k_T[:, :, :b], scale, mask, full)
+                own = _own(p, b - a).clone()
+                torch.softmax(p, dim=-1, out=p)
+                own_p = _own(p, b - a)
+                sums = own - own_p.log()
+                rare = bool(own_p.amin() < RARE)
+                if low is not full:
+                    p = _shaped(low, p.shape).copy_(p)
                 out[start + a : start + b].transpose(0, 1).copy_(torch.bmm(p, v[:, :b]).view(N, b - a, -1))
-    return out[None]
+                if rare:
+                    sums = _scores(rows, k_T[:, :, :b], scale, mask, full).logsumexp(-1)
+                log_sums[:, start + a : start + b] = sums.view(N, -1)
+    return out[None], log_sums
 
 
 @_attention_op.register_fake
 def _attention_shape(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int], scale: float
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     _, N, T, _ = query.shape
-    return query.new_empty(1, T, N, value.shape[-1])
+    return query.new_empty(1, T, N, value.shape[-1]), query.new_empty(N, T, dtype=torch.float32)
 
 
 class _DocumentAttention(torch.autograd.Function):
-    """Saves q, k and v as given: (N + 2 K) D elements per token, and neither output nor probabilities.
+    """Saves q, k and v as given, (N + 2 K) D elements per token, and each softmax's sum, 4 N bytes per token.
 
-    The backward pass makes the probabilities again: one product and one softmax per block. Scratch of a block: its
-    scores and probabilities in fp32, N R b elements each; in the backward also three of the inputs' dtype. Scores,
-    softmax and the sums over blocks are in fp32, as in torch's kernels: scores rounded to bf16 move a small model's
-    loss by 0.4 %. The rest is in the inputs' dtype, the softmax's backward too, whose sums in one row are in fp32.
+    The backward pass makes the probabilities again: one product and one exponential per block. Scratch: in the
+    forward the scores of the largest block in fp32, N R b elements, and its probabilities; in the backward
+    probabilities and their gradients, both in the inputs' dtype.
+
+    Scores and softmax of the forward and the sums over blocks are in fp32, as in torch's kernels: scores rounded to
+    bf16 move a small model's loss by 0.4 %. In the backward a score less the logarithm of its row's sum, which is
+    the logarithm of a probability, is rounded to the inputs' dtype: large probabilities lose nothing by it, and the
+    gradients of a real model's layers are as exact as those of torch's kernel (benchmarks/attention.py).
     """
 
     @staticmethod
@@ -62,42 +85,40 @@ class _DocumentAttention(torch.autograd.Function):
         lengths: tuple[int, ...],
         scale: float,
     ) -> torch.Tensor:
-        out: torch.Tensor = torch.ops.shardwise.document_attention(query, key, value, lengths, scale)
-        ctx.save_for_backward(query, key, value)
+        out: torch.Tensor
+        out, log_sums = torch.ops.shardwise.document_attention(query, key, value, lengths, scale)
+        ctx.save_for_backward(query, key, value, log_sums)
         ctx.lengths, ctx.scale = lengths, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value = ctx.saved_tensors
+        query, key, value, log_sums = ctx.saved_tensors
         grad_out = grads[0][0].transpose(0, 1)  # (N, T, D)
         scale, masks = ctx.scale, _Masks(query)
         # (T, heads, D) in memory, as the projections before it want it.
         grad_q, grad_k, grad_v = (
             t.new_empty(t.shape[2], t.shape[1], t.shape[3]).transpose(0, 1) for t in (query, key, value)
         )
-        with exact_bf16(query.dtype):
-            for start, end in _documents(ctx.lengths):
-                q, k, v = (t[0, :, start:end] for t in (query, key, value))
-                k, v = k.contiguous(), v.contiguous()
-                K, S = k.shape[:2]
-                k_full = k.float()
-                sum_k = torch.zeros_like(k, dtype=torch.float32)
-                sum_v = torch.zeros_like(v, dtype=torch.float32)
-                for a, b in _blocks(S):
-                    rows = _stack(q[:, a:b], K)
-                    g = _stack(grad_out[:, start + a : start + b], K)
-                    p = _probabilities(rows, k_full[:, :b], scale, masks.of(b - a)).to(g.dtype)
-                    sum_v[:, :b] += torch.bmm(p.transpose(1, 2), g)
-                    grad_p = torch.bmm(g, v[:, :b].transpose(1, 2))
-                    grad_s = torch._softmax_backward_data(grad_p, p, -1, p.dtype)
-                    del p, grad_p
-                    part = torch.bmm(grad_s, k[:, :b]).mul_(scale)
-                    grad_q[:, start + a : start + b] = part.view(-1, b - a, part.shape[-1])
-                    sum_k[:, :b] += torch.bmm(grad_s.transpose(1, 2), rows)
-                    del grad_s  # not beside the next block's scores
-                grad_k[:, start:end] = sum_k.mul_(scale)
-                grad_v[:, start:end] = sum_v
+        low, low_grad = (_scratch(query, ctx.lengths, query.dtype) for _ in range(2))
+        for start, end in _documents(ctx.lengths):
+            q, k, v = (t[0, :, start:end] for t in (query, key, value))
+            K, S = k.shape[:2]
+            q_less, k_T = _with_sums(q, k, log_sums[:, start:end], scale)
+            k, v_T = k.contiguous(), _turned(v, v.dtype)
+            sum_k = torch.zeros_like(k, dtype=torch.float32)
+            sum_v = torch.zeros(v.shape, dtype=torch.float32)
+            for a, b in _blocks(S):
+                rows, g = _stack(q[:, a:b], K), _stack(grad_out[:, start + a : start + b], K)
+                p = _scores(_stack(q_less[:, a:b], K), k_T[:, :, :b], scale, masks.of(b - a), low).exp_()
+                sum_v[:, :b] += torch.bmm(p.transpose(1, 2), g)
+                grad_p = torch.bmm(g, v_T[:, :, :b], out=_shaped(low_grad, p.shape))
+                grad_s = torch._softmax_backward_data(grad_p, p, -1, p.dtype, grad_input=grad_p)
+                part = torch.bmm(grad_s, k[:, :b]).mul_(scale)
+                grad_q[:, start + a : start + b] = part.view(-1, b - a, part.shape[-1])
+                sum_k[:, :b] += torch.bmm(grad_s.transpose(1, 2), rows)
+            grad_k[:, start:end] = sum_k.mul_(scale)
+            grad_v[:, start:end] = sum_v
         return grad_q[None], grad_k[None], grad_v[None], None, None
 
 
@@ -118,24 +139,63 @@ def _stack(rows: torch.Tensor, heads: int) -> torch.Tensor:
     return rows.reshape(heads, -1, rows.shape[-1])
 
 
-def _probabilities(q: torch.Tensor, k: torch.Tensor, scale: float, mask: torch.Tensor) -> torch.Tensor:
-    """(K, G R, b) in fp32, from k in fp32; of the last R keys, the block's own, a row sees those up to itself."""
-    K, b = k.shape[:2]
-    scores = torch.bmm(q.float(), k.transpose(1, 2)).mul_(scale)
-    rows = mask.shape[0]
-    scores.view(K, -1, rows, b)[..., b - rows :].add_(mask)
-    return torch.softmax(scores, dim=-1)
+def _turned(keys: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """(K, S, D) -> (K, D, S), copied: products read it faster than through a view."""
+    K, S, D = keys.shape
+    return keys.new_empty(K, D, S, dtype=dtype).copy_(keys.transpose(1, 2))
+
+
+def _scratch(query: torch.Tensor, lengths: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Room for what one block makes, allocated once: memory that was just written is still in the cache."""
+    largest = max((b - a) * b for a, b in _blocks(max(lengths)))
+    return query.new_empty(query.shape[1] * largest, dtype=dtype)
+
+
+def _shaped(scratch: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    return scratch[: math.prod(shape)].view(shape)
+
+
+def _scores(
+    rows: torch.Tensor, k_T: torch.Tensor, scale: float, mask: torch.Tensor, scratch: torch.Tensor
+) -> torch.Tensor:
+    """(K, G R, b); of the last R keys, the block's own, a row sees those up to itself."""
+    K, _, b = k_T.shape
+    into = _shaped(scratch, (K, rows.shape[1], b))
+    scores = torch.baddbmm(into, rows, k_T, beta=0, alpha=scale, out=into)
+    R = mask.shape[0]
+    scores.view(K, -1, R, b)[..., b - R :].add_(mask)
+    return scores
+
+
+def _own(pairs: torch.Tensor, rows: int) -> torch.Tensor:
+    """(K, G R, b) -> (K, G, R): of every row the value at its own key."""
+    K, _, b = pairs.shape
+    return pairs.view(K, -1, rows, b)[..., b - rows :].diagonal(dim1=-2, dim2=-1)
+
+
+def _with_sums(
+    q: torch.Tensor, k: torch.Tensor, log_sums: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k, turned, with two columns more, whose product takes `log_sums` from the scores.
+
+    Two, because one number of 8 bits is too coarse for it.
+    """
+    less = log_sums / -scale
+    high = less.to(q.dtype)
+    rest = (less - high.float()).to(q.dtype)
+    q_less = torch.cat((q, high[..., None], rest[..., None]), dim=-1)
+    return q_less, torch.cat((k.transpose(1, 2), k.new_ones(k.shape[0], 2, k.shape[1])), dim=1)
 
 
 class _Masks:
-    """0 on and under the diagonal, -inf above, one per block height."""
+    """0 on and under the diagonal, -inf above, one per block height, in the dtype of `like`."""
 
     def __init__(self, like: torch.Tensor) -> None:
         self.like, self.made = like, dict[int, torch.Tensor]()
 
     def of(self, rows: int) -> torch.Tensor:
         if rows not in self.made:
-            self.made[rows] = self.like.new_full((rows, rows), float("-inf"), dtype=torch.float32).triu_(1)
+            self.made[rows] = self.like.new_full((rows, rows), float("-inf")).triu_(1)
         return self.made[rows]
 
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.cpu
-from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -105,7 +104,7 @@ class StorageLog(TorchDispatchMode):
         self._ids: dict[int, int] = {}  # address of a live storage -> its number
         self._watch: dict[int, weakref.ref[Any]] = {}
         self._streams: dict[int, int] = {}
-        self._op = "given"
+        self._op: Any = "given"
         self._count = 0
         self._live = _Live()
         self._folded: dict[str, Peak] = {}
@@ -165,7 +164,7 @@ class StorageLog(TorchDispatchMode):
 
     def __enter__(self) -> "StorageLog":
         _sole_owner()  # outside of any dispatch, where autograd works
-        self._fake = active_fake_mode()
+        self._fake = _fake_mode()
         self._resize = original = torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
@@ -184,17 +183,18 @@ class StorageLog(TorchDispatchMode):
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(t is DTensor for t in types):
-            return (
-                NotImplemented  # DTensor turns it into operations on its local tensors, which come back here
-            )
+        if DTensor in types:  # it turns this into operations on its local tensors, which come back here
+            return NotImplemented
         if func is torch.ops.aten.add.Tensor and _summed_in_place(args, kwargs):
             func = torch.ops.aten.add_.Tensor
         result = self.call(func, args, kwargs or {})
-        if active_fake_mode() is self._fake:  # shape propagation runs operations under a fake mode of its own
-            self._op = str(func)
-            for tensor in _tensors(result):
-                self._see(tensor, None)
+        if _fake_mode() is self._fake:  # shape propagation runs operations under a fake mode of its own
+            self._op = func
+            if type(result) is torch.Tensor:
+                self._see(result, None)
+            else:
+                for tensor in _tensors(result):
+                    self._see(tensor, None)
         return result
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -202,9 +202,10 @@ class StorageLog(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _see(self, tensor: torch.Tensor, term: str | None) -> None:
-        if tensor.device.type == "meta" or (self.device and tensor.device.type != self.device):
+        kind = tensor.device.type
+        if kind == "meta" or (self.device and kind != self.device):
             return
-        for storage in _storages(tensor):
+        for storage in (tensor.untyped_storage(),) if type(tensor) is torch.Tensor else _storages(tensor):
             key = storage._cdata
             number = self._ids.get(key)
             if number is None:
@@ -219,7 +220,7 @@ class StorageLog(TorchDispatchMode):
         number, size = self._count, self._rounded(storage.nbytes())
         self._ids[key] = number
         self.births[number] = Birth(
-            size, self.phase, self._op, term, self.place() if self.place is not None else None
+            size, self.phase, str(self._op), term, self.place() if self.place is not None else None
         )
         if size:
             self.events.append((ALLOCATE, number, size, self._stream()))
@@ -251,6 +252,11 @@ class StorageLog(TorchDispatchMode):
         if stream is torch.cpu._default_cpu_stream:
             return 0
         return self._streams.setdefault(id(stream), len(self._streams) + 1)
+
+
+def _fake_mode() -> Any:
+    """The fake mode in force, or None: as torch._guards has it, without a walk over all modes for every operation."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
 def _summed_in_place(args: Any, kwargs: Any) -> bool:
