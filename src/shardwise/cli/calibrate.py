@@ -20,10 +20,11 @@ def calibrate(forget: bool) -> None:
     from shardwise.facts.calibration import Calibration, calibration_path, save_calibration
     from shardwise.facts.experience import experience_path
     from shardwise.facts.machine import detect_machine
+    from shardwise.facts.precision import rates_path
     from shardwise.units import format_bytes
 
     if forget:
-        for path in (calibration_path(), experience_path()):
+        for path in (calibration_path(), rates_path(), experience_path()):
             path.unlink(missing_ok=True)
             click.echo(f"forgotten: {path}")
         return

@@ -11,12 +11,15 @@ from shardwise.errors import UnknownNameError, UsageError
 from shardwise.facts.calibration import load_calibration
 from shardwise.facts.experience import experience_of
 from shardwise.facts.gpus import Gpu, Link, Offer, catalogue, find_gpu, parse_offer
+from shardwise.facts.precision import MatrixRates, load_rates
+from shardwise.facts.versions import installed_versions
 
 _GHZ_UNKNOWN = 2.5
 # Share of a link's rate that one large copy reaches; links are kept as vendors state them.
 COPY_SHARE = 0.85
 # A model's own Python around each operation (modules, hooks, checks) takes about twice the bare operation.
 _PYTHON = 3.0
+_STREAMED = 0.8  # of a data sheet's bandwidth; estimates take as much off
 # Matrix FLOPs per core and cycle: two fused multiply-add units of that width (Agner Fog's tables). Processors
 # with narrower units are not told apart: the range of the estimate covers them.
 _FP32_PER_CYCLE = {"avx512f": 64, "avx2": 32, "neon": 16, "": 8}
@@ -125,7 +128,8 @@ def _with_rates(gpu: Gpu, threads: int) -> Gpu:
     """The device with the rates `shardwise calibrate` measured here, where it did; its peaks stay the vendor's."""
     found = load_calibration(gpu.kind, threads)
     if found is None:
-        return gpu
+        torch = installed_versions().get("torch") if gpu.kind == "cpu" else None
+        return _with_quick_rates(gpu, load_rates(threads, torch) if torch else None)
     precision = "bf16" if gpu.has_bf16 else "fp32"
     rate = found.matrix_flops_per_second[precision]
     rates = gpu.flops_per_second
@@ -140,11 +144,26 @@ def _with_rates(gpu: Gpu, threads: int) -> Gpu:
         disk_write_bytes_per_second=found.disk_write_bytes_per_second or gpu.disk_write_bytes_per_second,
         flops_per_second=rates,
         sustained=rate / gpu.peak_flops(precision) if gpu.kind == "cuda" else 1.0,
-        bandwidth_bytes_per_second=found.bandwidth_bytes_per_second
-        / 0.8,  # estimates take 80 % of a vendor's figure
+        bandwidth_bytes_per_second=found.bandwidth_bytes_per_second / _STREAMED,
         op_seconds=_PYTHON * found.op_seconds,
         measured=True,
         source=f"measured here on {found.measured}",
+    )
+
+
+def _with_quick_rates(gpu: Gpu, rates: MatrixRates | None) -> Gpu:
+    """The processor with the rates that were measured to choose a precision; the rest stays assumed."""
+    if rates is None:
+        return gpu
+    found = {"fp32": rates.fp32_flops_per_second, "bf16": rates.bf16_flops_per_second}
+    streamed = rates.bandwidth_bytes_per_second
+    return replace(
+        gpu,
+        flops_per_second={p: found[p] for p in gpu.flops_per_second},
+        sustained=1.0,
+        bandwidth_bytes_per_second=gpu.bandwidth_bytes_per_second
+        if streamed is None
+        else streamed / _STREAMED,
     )
 
 

@@ -11,7 +11,11 @@ from shardwise.facts.calibration import calibration_path
 
 @dataclass(frozen=True, slots=True)
 class MatrixRates:
-    """FLOPs per second of matrix products as a training step has them, in fp32 and bf16; `seconds` it took."""
+    """FLOPs per second of matrix products as a training step has them, in fp32 and bf16; `seconds` it took.
+
+    They choose the precision. A plan's time goes by them, and by `bandwidth_bytes_per_second` of large sums, until
+    `shardwise calibrate` has measured longer.
+    """
 
     host: str
     threads: int
@@ -20,6 +24,7 @@ class MatrixRates:
     bf16_flops_per_second: float
     seconds: float
     measured: str  # date
+    bandwidth_bytes_per_second: float | None = None
 
     @property
     def faster(self) -> str:

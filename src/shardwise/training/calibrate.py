@@ -36,7 +36,7 @@ def measure() -> dict[str, object]:
             name: _matrix_rate(device, dtype, shapes)
             for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
         },
-        "bandwidth_bytes_per_second": _bandwidth(device),
+        "bandwidth_bytes_per_second": bandwidth(device),
         "op_seconds": _operation(device),
         **_disk(Path.cwd()),
         **_links(device),
@@ -61,16 +61,15 @@ def _matrix_rate(device: str, dtype: torch.dtype, shapes: tuple[tuple[int, int, 
     return flops / seconds
 
 
-def _bandwidth(device: str) -> float:
+def bandwidth(device: str, seconds: float = _SECONDS) -> float:
     """Bytes per second of an element-wise sum of tensors far larger than any cache."""
     count = 2**24 if device == "cpu" else 2**27
-    x, y = torch.randn(count, device=device), torch.randn(count, device=device)
-    out = torch.empty_like(x)
+    x, y, out = (torch.ones(count, device=device) for _ in range(3))
 
     def add() -> None:
         torch.add(x, y, out=out)
 
-    return 3 * 4 * count / _repeat(add, device)
+    return 3 * 4 * count / _repeat(add, device, seconds)
 
 
 def _operation(device: str) -> float:
@@ -132,12 +131,12 @@ def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
     to.copy_(source, non_blocking=True)
 
 
-def _repeat(work: Callable[[], None], device: str) -> float:
+def _repeat(work: Callable[[], None], device: str, seconds: float = _SECONDS) -> float:
     """Median seconds of one call; other work on the machine disturbs single calls."""
     wait = torch.cuda.synchronize if device == "cuda" else torch.mps.synchronize if device == "mps" else None
     times: list[float] = []
     work()
-    end = time.perf_counter() + _SECONDS
+    end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(times) < 3:
         start = time.perf_counter()
         work()

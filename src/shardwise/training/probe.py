@@ -1,6 +1,6 @@
 """Is bf16 faster than fp32 on this processor? `python -m shardwise.training.probe` prints the rates as JSON.
 
-Under a second of measuring, in turns, so that other work on the machine slows both alike.
+Under a second of measuring, products in turns, so that other work on the machine slows both alike.
 """
 
 import json
@@ -13,9 +13,10 @@ from importlib.metadata import version
 import torch
 
 from shardwise.facts.precision import MatrixRates
+from shardwise.training.calibrate import bandwidth
 
 ROWS, INPUTS, OUTPUTS = 512, 576, 1536
-SECONDS = 0.4
+SECONDS, BANDWIDTH_SECONDS = 0.4, 0.2
 
 
 def measure() -> MatrixRates:
@@ -34,6 +35,7 @@ def measure() -> MatrixRates:
             _ = x @ weight.t(), grad @ weight
             best[dtype] = min(best[dtype], time.perf_counter() - start)
     flops = 2 * 2.0 * ROWS * INPUTS * OUTPUTS
+    streamed = bandwidth("cpu", BANDWIDTH_SECONDS)
     return MatrixRates(
         host=platform.node(),
         threads=torch.get_num_threads(),
@@ -42,6 +44,7 @@ def measure() -> MatrixRates:
         bf16_flops_per_second=flops / best[torch.bfloat16],
         seconds=time.perf_counter() - began,
         measured=date.today().isoformat(),
+        bandwidth_bytes_per_second=streamed,
     )
 
 
