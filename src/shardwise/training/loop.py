@@ -114,6 +114,7 @@ def train(job: Job, start: int, bar: Bar) -> Totals:
     first_steps = FirstSteps(engine, recipe)
     policy = Policy(recipe.training)
     step = start
+    bar.begin()
     while step < order.steps:
         stop = False
         if step not in policy.skipped:  # else it was skipped once, and the run has gone back behind it

@@ -1,7 +1,7 @@
 """What a run takes: bytes of live tensors, resident memory, seconds.
 
 On CUDA the caching allocator's statistics are read. On the CPU torch keeps none, so storages are followed by a
-`StorageLog` during measured steps, which take about a fifth longer: the one with the largest micro-batch and, where
+`StorageLog` during measured steps, which take about a sixth longer: the one with the largest micro-batch and, where
 that is the first, whose optimizer states only come to be at its end, the largest of the others too (`heaviest`).
 Where the order of rows is not known beforehand these are the first two, and any later step with a larger micro-batch
 than those before. The rest of the run goes unwatched at full speed.

@@ -33,6 +33,10 @@ class Bar:
         if self.live:
             self.bar.start()
 
+    def begin(self) -> None:
+        """The first step begins: what came before, such as an evaluation, says nothing about the time left."""
+        self.started = time.monotonic()
+
     def step(self, done: int, loss: float, tokens_per_second: float, peak_bytes: int | None) -> None:
         """`peak_bytes`: the run's highest moment so far, None where nothing has been measured yet."""
         peak = f"peak {format_bytes(peak_bytes)}  " if peak_bytes else ""

@@ -17,9 +17,7 @@ import torch
 from shardwise.training.kernels.exact import exact_bf16
 
 ROWS = 128
-RARE = (
-    1e-30  # a probability from which the sum of its row cannot be told: another key outweighs it by 69 nats
-)
+RARE = 1e-30  # a probability too small to tell its row's sum from: another key outweighs it by 69 nats
 
 
 # An operator of its own, so that selective checkpointing can keep what it returns by name.
