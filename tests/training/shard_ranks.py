@@ -1,13 +1,13 @@
 """One of three ranks: update rules on shards against the same rules on whole tensors. Writes to argv[1]."""
 
 import json
-import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from shardwise.recipe.schema import Optimizer
+from shardwise.training import leave
 from shardwise.training.optimizers import Updater
 from shardwise.training.shards import Shards
 
@@ -23,7 +23,8 @@ SHAPES = {
 STEPS = 6
 
 
-def main(out: Path) -> None:
+def main(words: list[str]) -> int:
+    out = Path(words[0])
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     found = {}
@@ -54,7 +55,8 @@ def main(out: Path) -> None:
         found[name] = {"weights": worst, "norm": max(abs(a - b) / b for a, b in norms)}
     (out / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
+    return 0
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    leave.run(main)

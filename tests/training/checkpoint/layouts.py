@@ -8,7 +8,6 @@ import json
 import os
 import sys
 import time
-import traceback
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 import toy
 
 from shardwise.runs import RunFolder
+from shardwise.training import leave
 from shardwise.training.build import build_engine
 from shardwise.training.checkpoint.load import load
 from shardwise.training.checkpoint.save import save
@@ -108,7 +108,8 @@ def undisturbed(layout: Layout, folder: Path, ranks: Ranks) -> dict[str, Any]:
     return found
 
 
-def main(folder: Path) -> None:
+def main(words: list[str]) -> int:
+    folder = Path(words[0])
     ranks = Ranks(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
     world = ranks.world_size
     dist.init_process_group("gloo", timeout=timedelta(minutes=5))
@@ -132,11 +133,8 @@ def main(folder: Path) -> None:
     if ranks.rank == 0:
         (folder / f"out-{world}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
+    return 0
 
 
 if __name__ == "__main__":
-    try:
-        main(Path(sys.argv[1]))
-    except BaseException:
-        traceback.print_exc()
-        raise
+    leave.run(main)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch.distributed as dist
 import toy
 
 from shardwise.runs import RunFolder
+from shardwise.training import leave
 from shardwise.training.build import build_engine
 from shardwise.training.checkpoint.load import load
 from shardwise.training.checkpoint.save import save
@@ -56,7 +56,8 @@ def run(name: str, root: Path, ranks: Ranks) -> dict[str, Any]:
     }
 
 
-def main(root: Path) -> None:
+def main(words: list[str]) -> int:
+    root = Path(words[0])
     warnings.simplefilter("ignore")
     ranks = Ranks(*(int(os.environ[k]) for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
     dist.init_process_group("gloo")
@@ -68,7 +69,8 @@ def main(root: Path) -> None:
         (root / "found.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
+    return 0
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    leave.run(main)

@@ -6,7 +6,6 @@ Rank 0 writes FOLDER/ENGINE.json: case -> what was measured, or the traceback.
 
 import json
 import os
-import sys
 import time
 import traceback
 import warnings
@@ -22,7 +21,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from shardwise.runs import RunFolder
-from shardwise.training import checks, compiling
+from shardwise.training import checks, compiling, leave
 from shardwise.training.build import build_engine
 from shardwise.training.checkpoint.load import load
 from shardwise.training.checkpoint.save import save
@@ -204,7 +203,8 @@ def run_memory(engine: str, root: Path, ranks: Ranks) -> dict[str, Any]:
     return found
 
 
-def main(engine: str, root: Path) -> None:
+def main(words: list[str]) -> int:
+    engine, root = words[0], Path(words[1])
     warnings.simplefilter("ignore")
     os.chdir(root)  # nvme_path of the cases is relative
     ranks = Ranks(*(int(os.environ[k]) for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
@@ -230,7 +230,8 @@ def main(engine: str, root: Path) -> None:
     if not any("error" in r for r in results.values()):
         dist.barrier()
         dist.destroy_process_group()
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    leave.run(main)

@@ -7,7 +7,6 @@ Each rank writes FOLDER/rank-N.json: run -> phase -> bytes of live tensors at th
 import gc
 import json
 import os
-import sys
 import time
 import traceback
 import warnings
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from pairs import DOCUMENTS, PAIRS, Pair, make_model, small_buckets
 
 from shardwise.runs import RunFolder
+from shardwise.training import leave
 from shardwise.training.build import build_engine
 from shardwise.training.checkpoint.save import take
 from shardwise.training.engines import ddp
@@ -127,7 +127,8 @@ def measure(pair: Pair, folder: Path, ranks: Ranks) -> dict[str, Any]:
     return {phase: {"bytes": peak.bytes, "terms": peak.terms} for phase, peak in lowest.items()}
 
 
-def main(root: Path) -> None:
+def main(words: list[str]) -> int:
+    root = Path(words[0])
     warnings.simplefilter("ignore")
     ranks = Ranks(*(int(os.environ[k]) for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
     dist.init_process_group("gloo")
@@ -153,8 +154,9 @@ def main(root: Path) -> None:
     if not any("error" in r for r in results.values()):
         dist.barrier()
         dist.destroy_process_group()
+    return 0
 
 
 if __name__ == "__main__":
     with small_buckets():
-        main(Path(sys.argv[1]))
+        leave.run(main)

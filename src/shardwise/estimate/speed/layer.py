@@ -240,7 +240,7 @@ def _attention_seconds(
         return forward + traffic, 2 * forward + 2 * traffic
     newer = c.ATTENTION_NEWER if capability in ("9.0", "10.0", "10.3") else 1.0
     if capability == "cpu":
-        newer = 0.7
+        newer = c.ATTENTION_CPU
     if shape.family in _BIASED_ATTENTION:
         newer /= c.ATTENTION_BIASED
     elif shape.head_dim < 128:  # smaller heads fill the matrix units less (arXiv 2307.08691, figure 4)
