@@ -31,12 +31,18 @@ run: {{name: one, folder: {runs}}}
 
 def waiting() -> list[int]:
     """Ranks that this process has started."""
-    found = []
-    for child in psutil.Process().children(recursive=True):
-        words = child.cmdline() if child.status() != psutil.STATUS_ZOMBIE else []
-        if "--wait" in words:
-            found.append(child.pid)
-    return found
+    return [c.pid for c in psutil.Process().children(recursive=True) if "--wait" in words_of(c)]
+
+
+def words_of(process: psutil.Process) -> list[str]:
+    """Its command; none if it has ended. For a moment after a program was started the system tells no words of it."""
+    words: list[str] = []
+    while not words and not gone(process.pid):
+        try:
+            words = process.cmdline()
+        except psutil.NoSuchProcess:
+            break
+    return words
 
 
 def gone(pid: int) -> bool:
