@@ -64,10 +64,7 @@ def test_the_rank_that_waited_is_the_one_that_trains(
     ranks, rank = set(), [str(word) for word in RANK[1:]]
     while process.poll() is None:
         for child in psutil.Process(process.pid).children(recursive=True):
-            try:
-                words = child.cmdline()
-            except psutil.NoSuchProcess:
-                continue
+            words = words_of(child)
             if words[1 : 1 + len(rank)] == rank:
                 ranks.add((child.pid, words[-1]))
         time.sleep(0.05)

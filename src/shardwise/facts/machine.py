@@ -11,8 +11,7 @@ from shardwise.errors import UnknownNameError, UsageError
 from shardwise.facts.calibration import load_calibration
 from shardwise.facts.experience import experience_of
 from shardwise.facts.gpus import Gpu, Link, Offer, catalogue, find_gpu, parse_offer
-from shardwise.facts.precision import MatrixRates, load_rates
-from shardwise.facts.versions import installed_versions
+from shardwise.facts.precision import MatrixRates, rates_here
 
 _GHZ_UNKNOWN = 2.5
 # Share of a link's rate that one large copy reaches; links are kept as vendors state them.
@@ -128,8 +127,8 @@ def _with_rates(gpu: Gpu, threads: int) -> Gpu:
     """The device with the rates `shardwise calibrate` measured here, where it did; its peaks stay the vendor's."""
     found = load_calibration(gpu.kind, threads)
     if found is None:
-        torch = installed_versions().get("torch") if gpu.kind == "cpu" else None
-        return _with_quick_rates(gpu, load_rates(threads, torch) if torch else None)
+        quick = rates_here(threads) if gpu.kind == "cpu" else None
+        return gpu if quick is None else _with_quick_rates(gpu, quick)
     precision = "bf16" if gpu.has_bf16 else "fp32"
     rate = found.matrix_flops_per_second[precision]
     rates = gpu.flops_per_second
@@ -151,10 +150,8 @@ def _with_rates(gpu: Gpu, threads: int) -> Gpu:
     )
 
 
-def _with_quick_rates(gpu: Gpu, rates: MatrixRates | None) -> Gpu:
+def _with_quick_rates(gpu: Gpu, rates: MatrixRates) -> Gpu:
     """The processor with the rates that were measured to choose a precision; the rest stays assumed."""
-    if rates is None:
-        return gpu
     found = {"fp32": rates.fp32_flops_per_second, "bf16": rates.bf16_flops_per_second}
     streamed = rates.bandwidth_bytes_per_second
     return replace(

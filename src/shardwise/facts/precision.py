@@ -4,6 +4,7 @@ import json
 import os
 import platform
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from shardwise.facts.calibration import calibration_path
@@ -56,3 +57,11 @@ def load_rates(threads: int, torch: str | None) -> MatrixRates | None:
     except (OSError, ValueError, TypeError):
         return None
     return found if (found.host, found.threads, found.torch) == (platform.node(), threads, torch) else None
+
+
+def rates_here(threads: int) -> MatrixRates | None:
+    """The measurement of this machine with the torch that is installed; None, too, where none is."""
+    try:
+        return load_rates(threads, version("torch"))
+    except PackageNotFoundError:
+        return None

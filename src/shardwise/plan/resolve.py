@@ -10,8 +10,7 @@ from shardwise.estimate.stack import Stack
 from shardwise.facts.gpus import Offer
 from shardwise.facts.machine import detect_machine
 from shardwise.facts.model import ModelShape
-from shardwise.facts.precision import load_rates
-from shardwise.facts.versions import installed_versions
+from shardwise.facts.precision import rates_here
 from shardwise.plan.model import Choice, DataFacts, Plan, fill_of, planned_steps
 from shardwise.plan.question import engine_name
 from shardwise.plan.saving import save_every
@@ -158,7 +157,7 @@ def _length(recipe: Recipe, shape: ModelShape, data: DataFacts, made: _Choices) 
 
 def _precision(recipe: Recipe, offer: Offer, device: str, made: _Choices) -> Any:
     machine = detect_machine()
-    rates = load_rates(machine.threads, installed_versions().get("torch")) if device == "cpu" else None
+    rates = rates_here(machine.threads) if device == "cpu" else None
     if rates is not None:
         value = rates.faster
         why = (

@@ -97,22 +97,30 @@ def test_a_gated_mlps_end_is_the_product_through_its_matrix() -> None:
     )
 
 
+def each_document(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, ...], scale: float
+) -> torch.Tensor:
+    """torch's attention, one document after the other."""
+    parts = [
+        F.scaled_dot_product_attention(*p, is_causal=True, scale=scale, enable_gqa=True)
+        for p in zip(*(t.split(lengths, dim=2) for t in (q, k, v)), strict=True)
+    ]
+    return torch.cat(parts, dim=2).transpose(1, 2)
+
+
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)])
 @pytest.mark.parametrize("lengths", [(5,), (1, 2, 9), (ROWS, 3, ROWS + 1), (2 * ROWS + 7,)])
 def test_attention_of_documents_is_attention_of_each(
     lengths: tuple[int, ...], heads: tuple[int, int]
 ) -> None:
-    def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        parts = [
-            F.scaled_dot_product_attention(*p, is_causal=True, scale=0.3, enable_gqa=True)
-            for p in zip(*(t.split(lengths, dim=2) for t in (q, k, v)), strict=True)
-        ]
-        return torch.cat(parts, dim=2).transpose(1, 2)
-
     T = sum(lengths)
     q, k, v = draw((1, T, heads[0], 16), (1, T, heads[1], 16), (1, T, heads[1], 16))
     inputs = [t.transpose(1, 2) for t in (q, k, v)]
-    compare(lambda q, k, v: document_products(q, k, v, lengths, 0.3), plain, inputs)
+    compare(
+        lambda q, k, v: document_products(q, k, v, lengths, 0.3),
+        lambda q, k, v: each_document(q, k, v, lengths, 0.3),
+        inputs,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -130,18 +138,8 @@ def test_attention_where_a_tokens_own_key_counts_for_nothing(dtype: torch.dtype)
         out.backward(torch.ones_like(out))
         return [out, *(t.grad for t in inputs if t.grad is not None)]
 
-    def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        parts = zip(*(t.split(lengths, dim=2) for t in (q, k, v)), strict=True)
-        return torch.cat(
-            [
-                F.scaled_dot_product_attention(*p, is_causal=True, scale=0.3, enable_gqa=True).transpose(1, 2)
-                for p in parts
-            ],
-            dim=1,
-        )
-
     got = passed(dtype, lambda *t: document_products(*t, lengths, 0.3))
-    wanted = passed(torch.float64, plain)
+    wanted = passed(torch.float64, lambda *t: each_document(*t, lengths, 0.3))
     for a, b in zip(got, wanted, strict=True):
         assert (a.double() - b).norm() < (1e-3 if dtype == torch.float32 else 2e-2) * b.norm()
 

@@ -58,13 +58,13 @@ class DeepSpeedEngine:
         )
         deepspeed = _import_deepspeed(device)
         preload()
-        _join(deepspeed)
         if self.section.zero_stage == 3 and module.chunked:
             # The loss reads the head's weight without calling the head, so ZeRO-3 must be told.
             head = module.causal_lm.get_output_embeddings()
             deepspeed.zero.register_external_parameter(module, head.weight)
         optimizer = _optimizer(recipe, self.named)  # decay goes by shapes, which stage 3 takes away
         with _keeping_buffers(module, device), contextlib.redirect_stdout(io.StringIO()):
+            _join(deepspeed)
             if fill is not None:
                 self._split_while_loading(fill)
             self.engine, self.zero, _, _ = deepspeed.initialize(
@@ -350,8 +350,7 @@ def _join(deepspeed: Any) -> None:
     process. Where it is missing later, numactl is started for every bucket of gradients, to count processors.
     """
     ranks_here = os.environ.pop("LOCAL_SIZE", None) or os.environ.get("LOCAL_WORLD_SIZE", "1")
-    with contextlib.redirect_stdout(io.StringIO()):
-        deepspeed.init_distributed(verbose=False)
+    deepspeed.init_distributed(verbose=False)
     os.environ["LOCAL_SIZE"] = ranks_here
 
 

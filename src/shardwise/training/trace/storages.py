@@ -10,7 +10,7 @@ entered unless it is named with `classify`.
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -190,11 +190,8 @@ class StorageLog(TorchDispatchMode):
         result = self.call(func, args, kwargs or {})
         if _fake_mode() is self._fake:  # shape propagation runs operations under a fake mode of its own
             self._op = func
-            if type(result) is torch.Tensor:
-                self._see(result, None)
-            else:
-                for tensor in _tensors(result):
-                    self._see(tensor, None)
+            for tensor in _tensors(result):
+                self._see(tensor, None)
         return result
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -205,7 +202,7 @@ class StorageLog(TorchDispatchMode):
         kind = tensor.device.type
         if kind == "meta" or (self.device and kind != self.device):
             return
-        for storage in (tensor.untyped_storage(),) if type(tensor) is torch.Tensor else _storages(tensor):
+        for storage in _storages(tensor):
             key = storage._cdata
             number = self._ids.get(key)
             if number is None:
@@ -373,20 +370,15 @@ def _by_term(live: dict[int, int], births: dict[int, Birth]) -> dict[str, int]:
     return terms
 
 
-def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+def _storages(tensor: torch.Tensor) -> Sequence[torch.UntypedStorage]:
     """The storages under a tensor: one, or those of a wrapper's parts (DTensor, quantised tensors)."""
-    if is_traceable_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:
-            part = getattr(tensor, name)
-            if isinstance(part, torch.Tensor):
-                yield from _storages(part)
-    else:
-        yield tensor.untyped_storage()
+    if not is_traceable_wrapper_subclass(tensor):
+        return (tensor.untyped_storage(),)
+    parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+    return [s for part in parts if isinstance(part, torch.Tensor) for s in _storages(part)]
 
 
-def _tensors(result: Any) -> Iterator[torch.Tensor]:
+def _tensors(result: Any) -> Sequence[torch.Tensor]:
     if isinstance(result, torch.Tensor):
-        yield result
-    elif isinstance(result, list | tuple):
-        for item in result:
-            yield from _tensors(item)
+        return (result,)
+    return [t for item in result for t in _tensors(item)] if isinstance(result, list | tuple) else ()
